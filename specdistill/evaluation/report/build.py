@@ -336,8 +336,9 @@ def _compute_row_numbers(
     sums = collect_prompt_sums(records)
     num_timed_by_hf = sum(record.hf_generate is not None for record in records)
 
-    # Count prompts, tokens and rounds, and estimate the metrics. A server does not show its rounds
-    # (the number is NaN), and some servers return no token ids. What depends on them is left out.
+    # Count prompts, tokens and rounds, and estimate the metrics. Prompts without a batch number
+    # were decoded one by one, so each counts as a batch. A server does not show its rounds (their
+    # number is NaN), and some servers return no token ids: counts that need these are left out.
     row: Numbers = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
@@ -419,7 +420,8 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         name of the number -> the reason, in words.
     """
     # Reasons for numbers that compare with transformers' `generate()`, which was timed on some
-    # prompts only.
+    # prompts only. `fast_reason` is for the speedup over `generate()`: it is left out if the
+    # baseline is as fast.
     untimed_reason = "none of these prompts was among those timed"
     fast_reason = (
         "the baseline is as fast as transformers' generate()"
@@ -488,6 +490,7 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
         )
 
     # Times that do not add up: the measured speedup is not the one that acceptance and costs give.
+    # A device that has no bound of its own gets the wider bound of the CPU.
     bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
     if "speedup" in row and row.get("prediction_gap", 0) > bound:
         yield (
@@ -538,7 +541,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     engine = ENGINES.get(report.get("engine", {}).get("name", ""))
 
     # An engine that counts more accepted tokens than a completion has. In the worst case each
-    # prompt has K such tokens, so the acceptance length is too high by prompts · K / drafts.
+    # prompt has K such tokens, so the acceptance length is too high by prompts · K / drafts. (Here
+    # `engine` is None if this package decoded, which does not count such tokens.)
     if engine and engine.counts_past_end and row["num_drafts"]:
         max_excess = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (
@@ -579,7 +583,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
 def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
     """Yield findings, as (name, sentence), about drafts, completions and a K that may be better."""
     # Rounds in which nothing was drafted. If they are more than one in 20, the acceptance length
-    # over all rounds and that over rounds with a draft (as vLLM computes it) differ visibly.
+    # over all rounds and that over rounds with a draft (as vLLM computes it) differ visibly. The
+    # number of rounds is not known for a server.
     row = report["results"][0]
     share_without_draft = 0.0
     if row["num_drafts"] and "num_rounds" in row:

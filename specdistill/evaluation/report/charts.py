@@ -66,8 +66,8 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
     if not rates:
         return None
 
-    # Set the scale and the width of a bar. Each position gets an equal part of the width, its slot.
-    # If there are few positions, a bar is at most 56 units wide.
+    # Set the scale and the width of a bar. Each position gets an equal part of the chart's width, a
+    # slot. A bar takes 56 % of its slot, but at most 56 units, so that few bars are not too wide.
     height = 230
     y = Scale(0, 1, height - BOTTOM_MARGIN - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
@@ -123,7 +123,8 @@ def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | Non
         named_rows: the rows of the report, as pairs (name to show, row).
         k: K, draft tokens per round.
     """
-    # The ticks are whole numbers, about nine at most.
+    # The ticks are whole numbers, about nine at most. The axis ends 52 units before the right edge,
+    # to leave room for the value of each row.
     x = Scale(1, k + 1, 16, WIDTH - 52)
     return _draw_lines(
         named_rows,
@@ -147,7 +148,8 @@ def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | Non
         named_rows: the rows of the report, as pairs (name to show, row).
         axis: the name of the horizontal axis.
     """
-    # The axis has room for every interval, and for 1, the speed of plain decoding.
+    # The axis has room for every interval, and for 1, the speed of plain decoding. It ends 52 units
+    # before the right edge, to leave room for the value of each row.
     ends = [1.0]
     for _, row in named_rows:
         if "speedup" in row:
@@ -248,6 +250,7 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
         return None
 
     # Collect the values to draw: the predicted curve, the ceiling by K, and the measured intervals.
+    # A predicted curve begins at K' = 0, where the ceiling is 1. Without a curve, add this point.
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
     for row in rows:
@@ -256,7 +259,7 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
     intervals = [_read_interval(row, "speedup") for row in measured_rows]
 
     # Set the scales: K' from 0 to the longest draft, and a range of speedups with room for every
-    # value.
+    # value. The keys of `ceiling` are draft lengths, so its `max` is the longest one.
     height = 260
     measured_ks = [row["num_speculative_tokens"] for row in measured_rows]
     longest = max(1, int(max(ceiling)), *measured_ks)

@@ -233,6 +233,8 @@ def _build_adapter() -> TypeAdapter[ReportDocument]:
 def validate_report(report: object, name: str = "report.json", key: str = "report") -> None:
     """Raise UserError if a report does not fit the schema; the error names the first wrong field.
 
+    pydantic's message about the field is cut, because it may repeat a whole part of the report.
+
     Args:
         report: the content of a report.json.
         name: the name of the file, for the error.
@@ -350,6 +352,8 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
             setting: the setting that was varied, e.g. "temperature".
             name_format: the name of a row; {} stands for the value of the setting.
         """
+        # Leave out the row with `context_bucket: all`: its prompts were not cut, so there is no
+        # length to name it by.
         return [
             (name_format.format(swept_row[setting]), swept_row)
             for swept_row in tables.sweep(report, setting)
@@ -408,7 +412,8 @@ def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) 
     Returns:
         The samples, in the order of the records.
     """
-    # Build all samples and measure their JSON. Records with `counts` come from a server.
+    # Build all samples and measure their JSON, with one byte for the comma after each. Records with
+    # `counts` come from a server.
     records = [record for record in records if record.counts is None]
     samples = [_build_sample(record) for record in records]
     sizes = [
@@ -523,7 +528,8 @@ def _select_summary_numbers(report: Report) -> SummaryNumbers:
     row = report["results"][0]
     draft = report["draft"]
 
-    # Each metric gets three columns: its value and the ends of its interval.
+    # Each metric gets three columns: its value and the ends of its interval. The draft is named
+    # MODEL@REVISION, or by its method if it has no model, as n-gram lookup.
     metric_values: dict[str, float | None] = {}
     for name, metric in (("acceptance_length", "mean_acceptance_length"), ("speedup", "speedup")):
         low, high = row.get(f"{metric}_ci95", (None, None))
@@ -546,6 +552,7 @@ def _format_summary_cells(report: Report) -> list[str]:
     SUMMARY_HEAD names the columns: method, draft, target, suite, K, acceptance length, speedup,
     lossless and verdict.
     """
+    # The first five columns show numbers as they are, the others are formatted here.
     numbers = _select_summary_numbers(report)
     row = report["results"][0]
     length = (

@@ -144,7 +144,8 @@ def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
     """Return a metric's value as text, and its unit, e.g. ("1.54", "×").
 
     METRICS has for each metric its title, the format of its value, its unit, and the factor that
-    converts the report's value to this unit (e.g. 100 for a percentage).
+    converts the report's value to this unit (e.g. 100 for a percentage). The digits of a number of
+    tokens per second depend on its size, so `format_speed` chooses them.
 
     Args:
         metric: the name of the metric.
@@ -225,8 +226,9 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
     The first one has the result of comparing greedy completions, the second one that of the test of
     sampled tokens. For a comparison that was not made, the sentence gives the reason.
     """
-    # Describe the completions that differ, if there are any. `top2_gap` is the difference between
-    # the two best logits where the first of them differs.
+    # Describe the completions that differ, if there are any. `first` is the first such completion.
+    # Its `top2_gap` is the difference between the target's two best logits, at the first token that
+    # differs.
     lossless = report["lossless"]
     reasons = report["not_measured"]
     differences = "all identical"
@@ -462,7 +464,8 @@ def identify_rule(rule: RuleDocument) -> str:
     CI systems follow a test case by its id over time. So the id does not contain the threshold, and
     stays the same when the threshold changes.
     """
-    # The scope says which rows of the report the rule tests.
+    # Two rules may differ only in their scope (the rows of the report that the rule tests) or in
+    # their confidence, so the id contains these.
     (kind,) = rule["requirement"]
     scope = ",".join(f"{name}={value}" for name, value in rule["scope"].items())
     confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
@@ -506,7 +509,8 @@ def note(rule: RuleDocument) -> str:
     """Return a short remark about a rule of the gate that did not pass; empty if it passed.
 
     The remark says why there is no evidence, or else how many prompts could decide the rule, and
-    the confidence of the test unless it is the usual one.
+    the confidence of the test unless it is the usual one. A confidence of 0, at which a rule tests
+    the value itself without an interval, is not mentioned, either.
     """
     if rule["passed"]:
         return ""
@@ -550,7 +554,8 @@ def find_direction(change: ChangeDocument) -> str:
 
     It is open if its confidence interval includes 0, or if it has no interval.
     """
-    # A rise is better only for metrics of which a higher value is better.
+    # A change without an interval gets one that includes 0. For other changes, the whole interval
+    # is above 0 (a rise) or below 0. A rise is better only if the metric is better when it is high.
     low, high = change.get("ci95", (0.0, 0.0))
     if low <= 0 <= high:
         return "open"
@@ -564,6 +569,7 @@ def describe_baseline(report: Report) -> str:
         report: the content of report.json. Its section `baseline` has the comparison: the draft of
             the earlier report, and the changes, or the reason why the two cannot be compared.
     """
+    # The first ten characters of `created` are the date.
     baseline = report["baseline"]
     draft = baseline["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))

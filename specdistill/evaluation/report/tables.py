@@ -288,8 +288,8 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
     )
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
-        # Add up the times of all prompts on this side: plain decoding ("baseline_"), or with the
-        # draft ("").
+        # Add up the times of all prompts on this side: plain decoding, whose columns begin with
+        # "baseline_", or decoding with the draft, whose columns have no such prefix.
         total = {
             name.removeprefix(side): float(column.sum())
             for name, column in sums.items()
@@ -381,8 +381,9 @@ def find_fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
 def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLength:
     """Return the draft length (K) with the highest speedup for one load.
 
-    The speedup at some K was measured, at other K it is predicted by the cost model. A predicted
-    speedup must be higher by the margin within which the model may be wrong.
+    The speedup at some K was measured, at other K it is predicted by the cost model. The model may
+    be wrong. So a K with a predicted speedup is chosen only if it stays the best one after this
+    speedup is reduced by a margin of at least 2 %.
 
     Args:
         rows: the rows of the report that were measured at this load.
@@ -396,8 +397,9 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
             speedups[k] = (predicted_speedup, False)
     speedups |= {row["num_speculative_tokens"]: (row["speedup"], True) for row in rows}
 
-    # Choose the highest speedup, after reducing the predicted ones by the margin. K = 0 means that
-    # plain decoding is fastest.
+    # Choose the highest speedup, after reducing the predicted ones by the margin. The margin is at
+    # least `cost_deviation`, by which the timed costs of rounds deviate from a rising curve. K = 0
+    # means that plain decoding is fastest.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
     weights = {k: 1 if is_measured else 1 - margin for k, (_, is_measured) in speedups.items()}
     best_k = max(speedups, key=lambda k: speedups[k][0] * weights[k])
@@ -422,7 +424,9 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
 
-    # Estimate the costs of rounds with fewer draft tokens, at this load.
+    # Estimate the costs of rounds with fewer draft tokens, at this load. `draft_ms` in the row is
+    # per draft token, and here per round. A lookup takes no passes: it counts as one, so that the
+    # ratio of passes is 1.
     k = theory["K"]
     step_ms = row["baseline_step_ms"]
     verify_ms = row["verify_ms"]
