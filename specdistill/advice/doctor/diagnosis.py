@@ -229,6 +229,7 @@ def _try_on_prompts(
         )
 
     # Decode the prompts with the draft, and look for the cause if few draft tokens are accepted.
+    # `list_method_options` returns the options of each method in the list: here there is only one.
     with collect_refusals(diagnosis):
         method_options = list_method_options(options, [diagnosis.method])[0]
         proposer = load_proposer(
@@ -453,8 +454,8 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         if tensor.dtype not in FLOATS:
             continue
 
-        # The weight of a norm that multiplies by 1 + weight may be all zeros. It then passes: True
-        # replaces 0 as its largest value.
+        # The weight of a norm that multiplies by 1 + weight may be all zeros. `largest`, which is 0
+        # for it, is then replaced by True, so that there is no finding below.
         largest = max(map(abs, find_extremes(tensor)))
         if largest == 0 and "norm" in name:
             name_in_layer = LAYER.sub("", name.removesuffix(".weight"))

@@ -117,7 +117,8 @@ def _select_held_out_prompts(
         another tokenizer.
     """
     # Find the folder of the rows. It is named in the recipe, or is in the cache, where its name is
-    # the fingerprint that the run recorded.
+    # the fingerprint of the rows. The run recorded the fingerprint of the training part, which has
+    # the suffix `-train`.
     fingerprint = str(
         read_keys(run / PROVENANCE, KEY, "a run with its record").get("data_fingerprint")
     )

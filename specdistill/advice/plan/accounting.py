@@ -244,7 +244,8 @@ class Ledger(TorchDispatchMode):
         Returns:
             Whether the storage was not counted yet.
         """
-        # Views share a storage. It counts once, for as long as any tensor refers to it.
+        # Views share a storage. It counts once, for as long as any tensor refers to it. Its address
+        # in memory, `_cdata`, identifies it.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -453,6 +454,7 @@ def time_products(
         By number of input rows, the seconds divided by the elements of the matrices.
     """
     # Take so many matrices that they exceed the CPU's cache, but no more than the target has.
+    # `bank` is the number of elements of all matrices together.
     size = width * inner_width
     bank = min(BANK_BYTES // dtype.itemsize, num_parameters)
     matrices = torch.ones(max(1, min(MAX_MATRICES, bank // size)), inner_width, width, dtype=dtype)

@@ -274,6 +274,7 @@ class Scenario:
             spread: whether each token of a mixture of experts goes to experts of its own. If not,
                 all tokens of a sequence go to the same experts, whose weights are read once.
         """
+        # The pass that verifies K draft tokens also reads the token before them.
         return [
             self._estimate_target_pass(k + 1, spread=spread) / self.plain
             for k in range(1, most + 1)
@@ -781,6 +782,7 @@ def launch_of(recipe: str) -> tuple[str, int]:
     Returns:
         The name of the configuration in accelerate_configs/, and the number of processes.
     """
+    # The first launch command in the comments counts.
     text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
     (name, number), *_ = LAUNCH.findall(text)
     # Without `--num_processes`, the configuration itself says how many processes there are.

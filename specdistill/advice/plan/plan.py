@@ -300,7 +300,7 @@ def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -
         target: the facts of the plan about the target.
     """
     # Sort the drafts that have an estimated speedup, the best one first. Layers that come with the
-    # target move to the front.
+    # target move to the front; the second sort keeps the order of all others.
     drafts = [row for row in rows if row.low and row.high and row is not lookup]
     drafts.sort(key=partial(_make_sort_key, target))
     has_native_layer = _has_native_layer(drafts, target)
@@ -508,7 +508,8 @@ def _format_training_commands(
     )
 
     # A recipe made for this target lists the commands that prepare its data in its header. Long
-    # commands are broken into two lines there.
+    # commands are broken into two lines there. Each command gets the user's consent, if there is
+    # one (`text * False` is empty).
     if _is_own(row, target):
         text = (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8")
         commands = []

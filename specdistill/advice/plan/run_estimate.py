@@ -304,7 +304,8 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
     logits = torch.randn(SAMPLED_ROWS, vocab_size, generator=generator).to(choose_fast_dtype(cpu))
     ones = torch.ones(SAMPLED_ROWS)  # a temperature of 1 for each row
     sampling_seconds = time_fastest(lambda: sample(logits, ones, generator)) / SAMPLED_ROWS
-    # Answers at temperature 0 are greedy: they do not sample.
+    # Answers at temperature 0 are greedy: they do not sample. `products` has the seconds per
+    # parameter, so the time of a pass is a product.
     sampled_share = sum(temperature > 0 for temperature in temperatures) / len(temperatures)
     pass_seconds = parameters * products[rows] + LAYER_SECONDS * target.text.num_hidden_layers
     return float(pass_seconds / rows + sampled_share * sampling_seconds)
@@ -373,7 +374,8 @@ def _estimate_disk_bytes(
     num_checkpoints = min(num_saves, arguments.save_total_limit or num_saves)
     checkpoint_bytes = num_checkpoints * CHECKPOINT_BYTES * planned.parts.parameters
 
-    # Hidden states of all tokens are stored, up to the limit of the store.
+    # In hybrid mode the hidden states of all tokens are stored, up to the limit of the store. An
+    # offline store is on disk already, and without a store nothing is written.
     store = getattr(recipe, "hidden_states", None)
     stored_bytes = 0
     if store is not None and store.mode == "hybrid":
