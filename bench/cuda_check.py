@@ -257,6 +257,7 @@ class LaunchLedger(Ledger):
 
         def call(*graph_inputs: Tensor) -> object:
             """Run the graph, and count its kernels and traffic as those of one call."""
+            # While `in_graph` is set, `__torch_dispatch__` does not count these operations again.
             self.kernels += len(kernels)
             self.traffic += traffic
             self.in_graph = True
@@ -439,7 +440,8 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
-        # Only the target is compiled. The stand-in for an objective has no layers.
+        # Only the target is compiled. The stand-in for an objective has no layers, and in place of
+        # a loss any function, which is never called.
         ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
             run_target_pass(target, check_aux_layers(None, target.num_layers), batch)
@@ -586,6 +588,8 @@ class Decoding:
         Returns:
             The best next token [1, 1], and the hidden state at the last position [1, 1, H].
         """
+        # The best token is an index into the draft's vocabulary of W tokens; `target_ids_W` has the
+        # id of each of them in the target's vocabulary.
         rotary = self.cache.begin_chain([ids_1T.shape[1]])
         normed_1TH, hidden_1TH = self.head(ids_1T, hidden_1TH, rotary, self.cache)
         draft_ids_11 = self.head.logits(normed_1TH[:, -1:]).argmax(-1)
@@ -597,6 +601,7 @@ class Decoding:
 
         Then keep the cache entries of two draft tokens, as if these had been accepted.
         """
+        # Draft tokens are numbered from 0. The last token, which precedes them, is always kept.
         self.reader.read([range(1 + NUM_STEPS)])
         self.reader.keep([[0, 1]])
 

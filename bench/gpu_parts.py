@@ -259,7 +259,7 @@ def measure_training(shape: Shape) -> Iterator[Piece]:
         yield {"parts_ms": time_parts_of_a_step(trainer, shape)}
 
         # Run the same training step on one batch twice more: to count waits, then under the
-        # profiler.
+        # profiler. Each step gets a copy of the batch, because it may change the dictionary.
         batch, *_ = trainer.get_batch_samples(
             iter(trainer.get_train_dataloader()), 1, trainer.args.device
         )
@@ -337,7 +337,8 @@ def measure_steps(trainer: DistillationTrainer) -> dict[str, float]:
     """
     trainer.train()
 
-    # The log also has entries without a speed, such as the summary at the end of training.
+    # The log has an entry with a speed for each third of the steps; take the last one. Entries
+    # without a speed, such as the summary at the end of training, are left out.
     last = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry][-1]
     return {name: round(last[name], 4) for name in ("tokens_per_second", "peak_memory_gib", "loss")}
 
@@ -581,8 +582,8 @@ def measure_generation(shape: Shape) -> Iterator[Piece]:
     target = shape.target
     with prepare_generation(target.model, torch.bfloat16) as model:
         for batch in (shape.batch, 8 * shape.batch):
-            # Generate 64 tokens after prompts of 32 tokens, at temperature 0.8. The values of the
-            # prompt's tokens do not change the time.
+            # Generate 64 tokens after prompts of 32 tokens, at temperature 0.8. No token ends an
+            # answer early (`end_ids`). The values of the prompt's tokens do not change the time.
             prompts = [list(range(10, 42))] * batch
             options = {"max_new_tokens": 64, "end_ids": (), "seed": 0}
             run_generation = partial(generate_batch, model, prompts, [0.8] * batch, **options)

@@ -192,7 +192,8 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
         num_workers: the most child processes at a time.
     """
     # Children are forked, so that they need not import the libraries again. Each child sends the
-    # name of the first failed test over a pipe.
+    # name of the first failed test over a pipe. The parent closes its copy of the sending end. So
+    # when a child dies, the pipe has no sender left, and `recv` raises EOFError.
     waiting = list(mutants)
     running = dict[Connection, tuple[BaseProcess, Mutant, float]]()
     context = multiprocessing.get_context("fork")

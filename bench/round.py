@@ -87,7 +87,11 @@ class TimedDecoder(Decoder):
         return run_timed
 
     def _get_reader(self, *arguments: Any) -> Any:
-        """Return the object that runs the target's passes, with its method `read` timed."""
+        """Return the object that runs the target's passes, with its method `read` timed.
+
+        It is a stand-in for the reader of the base class, with the three methods that decoding
+        calls. Only `read` is timed, because it runs the target in each round.
+        """
         reader = super()._get_reader(*arguments)
         return SimpleNamespace(
             begin=reader.begin, read=self._wrap_timed("read", reader.read), keep=reader.keep

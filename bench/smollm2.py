@@ -170,9 +170,9 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Train a draft, choose how it drafts, compare it with n-gram lookup, and judge it by its gate.
+    """Train a draft, choose its shape, compare it with n-gram lookup, and judge it by its gate.
 
-    The shape is what a round proposes: a chain or a tree, with or without a lookup before it.
+    A shape is what a round proposes: a chain or a tree, with or without a lookup before it.
 
     Returns:
         The exit code of the gate; DONE with `small=true`.

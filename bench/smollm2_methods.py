@@ -174,7 +174,8 @@ def main(options: Options) -> ExitCode:
 def count_steps(name: str, minutes: float) -> int:
     """Return how many training steps of a recipe take this many minutes of processor time.
 
-    The number is rounded to a multiple of STEP_MULTIPLE, and is at least that.
+    SECONDS has the time of one step. The number is rounded to a multiple of STEP_MULTIPLE, and is
+    at least STEP_MULTIPLE.
     """
     multiples = round(minutes * 60 / SECONDS[name] / STEP_MULTIPLE)
     return max(1, multiples) * STEP_MULTIPLE
@@ -289,7 +290,7 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
         keys, shapes = MEASUREMENT_KEYS[way]
 
         # List the combinations of drafts and shapes to measure. Only one method supports neither
-        # batches nor trees. Lookups propose chains only.
+        # batches nor trees; the folder of its draft contains its name. Lookups propose chains only.
         candidates = []
         for shape in shapes:
             needs_support = "batch_size" in keys or shape is TREE

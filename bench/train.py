@@ -156,7 +156,10 @@ def measure_block(options: Options) -> Measurement:
     trainer_settings = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
     def save(target: FrozenTarget, folder: Path) -> None:
-        """Write a fresh drafter of five layers that reads the outputs of all five target layers."""
+        """Write a fresh drafter of five layers that reads the outputs of all five target layers.
+
+        Any token can serve as the mask token, because the data are random.
+        """
         shape = {
             "num_layers": 5,
             "aux_layers": [1, 2, 3, 4, 5],
@@ -240,8 +243,9 @@ def write_models(
         options: the options, with the sizes.
         save: writes a fresh draft for a target into a folder.
     """
-    # With this initializer_range, outputs are about equally large for every hidden size, so that
-    # losses stay comparable.
+    # An attention head has 64 numbers, and four query heads share a key and value head. With this
+    # initializer_range, outputs are about equally large for every hidden size, so that losses stay
+    # comparable.
     config = LlamaConfig(
         hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
         num_hidden_layers=5,
@@ -293,8 +297,8 @@ def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
 def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subprocess.Popen[str]]:
     """Start a trainer of bench/trainers.py in a process of its own.
 
-    The trainers of speculators run in the Python environment of speculators, all others in this
-    one.
+    The trainers of speculators run in the Python environment of speculators, all others with the
+    Python that runs this script.
 
     Args:
         name: the name of the trainer.

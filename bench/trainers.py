@@ -203,7 +203,8 @@ def build_target_with_features(
 
     length = len(loss_mask)
 
-    # Load the target, and replace its method `features` by one that returns the random features.
+    # Load the target, and replace its method `features` by one that returns the random features:
+    # the outputs of `num_aux` layers, and the last layer's output after the target's final norm.
     target: Any = FrozenTarget(
         AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder
     )
@@ -384,7 +385,8 @@ class DenseKVCache:
         values = torch.cat([value for _, value in steps], dim=2)
         rows, _, length, _ = query_BNTd.shape
 
-        # Number the documents of all positions: `starts` has the position at which each one starts.
+        # Number the documents of all positions: `starts` has the position at which each one starts,
+        # which itself belongs to the new document (right=True).
         positions = torch.arange(rows * length, device=DEVICE)
         document_B1T = torch.bucketize(positions, self.starts, right=True).view(rows, 1, length)
         # The keys of the first step are those of real tokens: a token sees the ones of its document
@@ -431,8 +433,9 @@ def build_speculators_head_trainer(
         rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16
     )
     # Shift the batch as `shift_batch` of speculators does: a token is paired with the features of
-    # the token before it. Our trainer has no loss at the last position, because the token to
-    # predict there is not in the row. So the loss is masked there.
+    # the token before it (`aux`). Its own last hidden state gives the target's prediction, which
+    # the draft learns. Our trainer has no loss at the last position, because the token to predict
+    # there is not in the row. So the loss is masked there.
     batch = {
         "input_ids": ids[:, 1:],
         "hidden_states": aux[:, :-1],
@@ -464,6 +467,8 @@ def build_speculators_block_trainer(
         bf16: whether autocast to bfloat16 is on.
         attention: the implementation of attention, such as `sdpa`.
     """
+    # The model takes one row at a time (see `build_speculators_trainer`), so each row gets its part
+    # of the blocks.
     model = load_speculators_model(folder, attention)
     equal_weights = {"dflash_decay_gamma": float("inf")}  # every slot has the same weight
     settings = read_speculators_settings(
@@ -525,6 +530,7 @@ def build_speculators_trainer(
 
     def micro_batch(row: int) -> tuple[Tensor, float]:
         """Return the loss of one row: as a tensor for backward, and as a number to compare."""
+        # A slice of one row keeps the batch axis. The model returns tokens, loss and metrics.
         with build_autocast(bf16):
             row_inputs = {name: column[row : row + 1] for name, column in batch.items()}
             _, loss, _ = model(**row_inputs, **settings)
@@ -540,7 +546,8 @@ def read_speculators_settings(model_class: Any, **options: object) -> dict[str, 
     """Return the keyword arguments that the trainer of speculators passes to its model.
 
     The loss is computed in eager mode. The default of speculators, a fused loss, needs Triton,
-    which does not run on a CPU.
+    which does not run on a CPU. speculators returns one dictionary for training and one for
+    validation; the first one is used.
 
     Args:
         model_class: the class of the model.
@@ -581,7 +588,8 @@ def build_head_and_loss_trainer(
         noise_VH = draw_noise(vocab_size, hidden_size, bf16=False, seed=seed)
         linear.weight.data = noise_VH * hidden_size**-0.5
 
-    # The target's next-token distributions are computed from R random hidden states.
+    # The target's next-token distributions are computed from R random hidden states. None and the
+    # second head mean that the draft has the target's whole vocabulary.
     soft_targets = SoftTargets(
         draw_noise(rows, hidden_size, bf16=False, seed=2),
         LogitsHead(target_head),
@@ -600,7 +608,9 @@ def build_head_and_loss_trainer(
     ) -> tuple[Tensor, Tensor]:
         """Return the forward KL of each of r rows: with gradients, and detached as a metric.
 
-        `logits_rW` has a row of logits over the W tokens of the draft's vocabulary.
+        `logits_rW` has a row of logits over the W tokens of the draft's vocabulary. The metric has
+        the shape [1, r], because there may be several metrics. The step `k` is not used: all
+        steps have the same loss.
         """
         losses_r = forward_kl(logits_rW, targets.probs_rW)
         return losses_r, losses_r.detach().unsqueeze(0)
