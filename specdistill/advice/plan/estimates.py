@@ -358,8 +358,8 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     # the one for small targets.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name)
-    # `find_recipe` returns no settings for the recipe for small targets. A small target is trained
-    # with them as they are. So is any target on a CPU, where larger sizes would take too long.
+    # For the recipe for small targets, `find_recipe` returns only the name. Read its settings too if
+    # it is used unchanged: for a small target, and on a CPU, where larger sizes would take too long.
     takes_small_recipes = target.parameters <= MAX_SMALL_TARGET_PARAMETERS or isinstance(
         scenario.device, Machine
     )
@@ -538,7 +538,8 @@ def _estimate_training(
     Returns:
         Fields of a PlanRow, by name.
     """
-    # A draft without weights needs no training.
+    # A draft without weights needs no training, so its disk space and hours are 0. They are left
+    # unknown if the method has no number of training tokens.
     if planned.shape is None:
         zero_or_unknown = None if tokens is None else 0
         return {

@@ -248,9 +248,11 @@ def recommend_method(
     """Recommend the method to start with, and the commands to start it.
 
     N-gram lookup, which needs no training, is recommended unless a draft has a higher estimated
-    speedup. Among drafts, these come first, in this order: multi-token-prediction layers that come
-    with the target; existing drafts, and drafts with a recipe for this very target; drafts that can
-    be trained on one machine. Then the higher estimated speedup decides.
+    speedup. Drafts are preferred in this order:
+    - multi-token-prediction layers that come with the target;
+    - existing drafts, and drafts with a recipe for this very target;
+    - drafts that can be trained on one machine;
+    - drafts with a higher estimated speedup.
 
     Args:
         rows: the rows of the plan, one for each method.
@@ -362,10 +364,12 @@ def _find_suite(rows: Sequence[PlanRow], target: TargetFacts) -> str:
 def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool, float]:
     """Return the sort key of a draft: the draft to start with has the smallest key.
 
-    False sorts before True, so these come first: existing drafts and recipes made for this target;
-    drafts that can be trained on one machine; for small targets, all drafts but block drafters,
-    which learn slowly and are behind other methods with little training data (docs/methods.md);
-    drafts with a higher middle of the estimated speedup.
+    False sorts before True. So these come first, the most important condition at the top:
+    - existing drafts, and drafts with a recipe made for this target;
+    - drafts that can be trained on one machine;
+    - for small targets, all drafts but block drafters. Block drafters learn slowly, and are behind
+      other methods with little training data (docs/methods.md);
+    - drafts with a higher middle of the estimated speedup.
     """
     is_slow = (
         target["parameters"] <= MAX_SMALL_TARGET_PARAMETERS and METHODS[row.method].passes == "1"

@@ -221,10 +221,11 @@ def build_theory(
 ) -> Numbers | None:
     """Return the report's section `theory`, the predictions of the cost model.
 
-    The section has alpha (the acceptance probability of a draft token), the costs v of verifying
-    and c of a draft token (in steps of plain decoding), and the predicted speedup at each number K'
-    of draft tokens up to K. specdistill.evaluation.statistics.theory defines them. For a tree, K is
-    the depth, and c·K is the cost of drafting all its nodes.
+    The section has these numbers, which specdistill.evaluation.statistics.theory defines:
+    - alpha, the acceptance probability of a draft token;
+    - v, the cost of verifying a round, and c, the cost of drafting a token, both in steps of plain
+      decoding. For a tree, K is the depth, and c·K is the cost of drafting all nodes;
+    - the predicted speedup at each number K' of draft tokens up to K.
 
     Args:
         row: the report's row of the whole suite.

@@ -422,7 +422,8 @@ def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) 
     ]
 
     # Choose fewer samples, evenly over the categories, until they fit. How many fit is estimated
-    # from their mean size. Sizes differ, so this may take several attempts.
+    # from their mean size. Sizes differ, so this may take several attempts, each with at least one
+    # sample less than the attempt before.
     categories = [record.category for record in records]
     chosen = list(range(len(samples)))
     while (size := sum(sizes[index] for index in chosen)) > max_bytes:

@@ -289,8 +289,8 @@ def describe_undecided(report: Report) -> str:
     rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     names = ", ".join(dict.fromkeys(map(name_metric, rules)))
 
-    # `prompts_needed` is an estimate. If it is unknown, or not above the number of measured
-    # prompts, do not advise to measure more.
+    # `prompts_needed` is an estimate. If it is unknown (`needed` is then 0), or not above the
+    # number of measured prompts, do not advise to measure more.
     estimates = [rule["prompts_needed"] for rule in rules]
     needed = 0 if None in estimates else max(estimates)
     if needed <= report["results"][0]["num_prompts"]:
