@@ -577,6 +577,7 @@ class Decoding:
     @torch.no_grad()
     def draft(self) -> None:
         """Draft a chain of NUM_STEPS tokens."""
+        # The zeros stand for the last token and its hidden state. Only their shapes matter here.
         ids = torch.zeros(1, 1, dtype=torch.long)
         hidden = torch.zeros(1, 1, self.head.config.hidden_size, dtype=torch.bfloat16)
         for _ in range(NUM_STEPS):

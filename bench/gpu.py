@@ -190,8 +190,8 @@ def choose_limits(options: Options) -> dict[str, int]:
 def find_device_name() -> str:
     """Return the name of the GPU, such as `NVIDIA H200`.
 
-    A child process asks torch for the name, because a process that has used a GPU keeps some of its
-    memory until the process ends.
+    A child process asks torch for the name. A process that has used a GPU keeps some GPU memory
+    until it ends, which the parts of the benchmark would lack.
 
     Raises:
         ResourceError: if torch sees no GPU.
@@ -267,7 +267,8 @@ def build_part_command(name: str, options: Options, path: Path) -> list[str]:
 
 def build_part_environment() -> dict[str, str]:
     """Return the environment variables of a part: this checkout, no network, and one GPU."""
-    # The allocator setting avoids fragmentation: parts hold tensors of very different sizes.
+    # The allocator setting avoids fragmentation: parts hold tensors of very different sizes. Both
+    # settings are defaults: variables that the caller has set take precedence.
     environment = {
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",

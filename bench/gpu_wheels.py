@@ -245,7 +245,7 @@ def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
     visited = set()
     while pending:
         # Skip a requirement that is for another system, or for an extra that nobody asked for, or
-        # that was met before.
+        # that was visited before.
         requirement, extras = pending.pop()
         marker = requirement.marker
         is_needed = marker is None or any(
