@@ -61,7 +61,8 @@ def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     for name in rows[0] if rows else ():
         sums[name] = np.array([row[name] for row in rows], dtype=np.float64)
 
-    # Number the batches and clusters. A prompt without a cluster is a cluster of its own.
+    # Number the batches and clusters. A prompt without a cluster is a cluster of its own. In the
+    # result of np.unique, item [1] has the number of each prompt's cluster.
     if any(record.batch is not None for record in records):
         sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
     if any(record.cluster is not None for record in records):
@@ -91,8 +92,9 @@ def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[i
 def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
     """Return the number of tokens from which a context counts as long; None if there is none.
 
-    This number is the highest context bucket (a power of two) with at least MIN_BUCKET_ROUNDS
-    rounds in it, and at least as many rounds in lower buckets to compare with.
+    A bucket b, which is a power of two, holds the rounds with b to 2b - 1 tokens of context. The
+    result is the highest bucket that has at least MIN_BUCKET_ROUNDS rounds, and that can be
+    compared with at least MIN_BUCKET_ROUNDS rounds in all lower buckets together.
     """
     counts = {bucket: len(emitted) for bucket, emitted in group_rounds_by_context(records).items()}
     for bucket in sorted(counts, reverse=True):
@@ -110,7 +112,7 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         baseline = asdict(record.baseline)
 
     # The counts of first and later positions need the single rounds. A server sends totals only, so
-    # these counts are 0 for it.
+    # these counts are 0 for it. `record.speculative` has the times of decoding with the draft.
     drafts = record.list_drafts()
     hf_generate = record.hf_generate
     rounds = [round for round in record.rounds if round.drafted]
@@ -353,7 +355,8 @@ def compute_value(metric: Metric, sums: PromptSums) -> float | None:
 
     The formula is applied to totals over prompts, so longer completions count more.
     """
-    # Without any prompt the totals are 0, and 0 / 0 is NaN, which is not a value.
+    # If the metric was measured of no prompt, the totals are 0, and the formula gives 0 / 0, which
+    # is NaN. NaN is returned as None.
     totals = [column.sum() for column in select_measured(metric, sums)]
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(metric.formula(*totals))

@@ -140,7 +140,8 @@ def compute_speedup_curve(
     num_plain_steps = num_rounds - num_drafts
     tokens_of_drafts = num_tokens - num_plain_steps
 
-    # Take the plain steps out of the mean costs, which then are means over rounds with a draft.
+    # `cost` has means over all rounds. Compute the means over the rounds with a draft: subtract the
+    # plain steps from the total time of verification; drafting takes no time in a plain step.
     verify_ms = (cost.verify_ms * num_rounds - step_ms * num_plain_steps) / num_drafts
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 

@@ -529,6 +529,7 @@ def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
     A conversation is cut inside its longest message. A `text` loses its end. A `prompt` loses its
     beginning, because its end is what the target answers.
     """
+    # `is_whole`: take all tokens of a `text`. Otherwise it would be cut to TEXT_PROMPT_TOKENS here.
     prompt = _tokenize_row(row, tokenizer, is_whole=True)
     if row.kind == "messages":
         return _cut_messages(row, tokenizer, length, prompt)
@@ -554,7 +555,8 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
         length: the most tokens of the prompt.
         prompt: the prompt of the whole conversation.
     """
-    # Find the longest message. The other messages stay as they are.
+    # Find the longest message, in characters. A message that only calls tools has the content None.
+    # The other messages stay as they are.
     longest = max(
         range(len(row.content)), key=lambda index: len(row.content[index]["content"] or "")
     )
@@ -736,6 +738,8 @@ def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
 
     from specdistill.common.repositories import HTTP_ERROR
 
+    # The library recognizes a newer file on the server by its ETag. With `use_etag=False` it does
+    # not ask the server if the cache has the file.
     try:
         config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
         return Path(DownloadManager(download_config=config).download(place)).read_bytes()
@@ -779,6 +783,7 @@ def parse_suite_file(
                 expected=f"one of the file's columns {', '.join(entry)}",
                 nearest=find_nearest(missing_columns[0], list(entry)),
             )
+        # Without `columns` the row is used as it is (`renamed or entry`).
         renamed = {ours: entry[column] for ours, column in columns.items()}
         row = _convert_row(number, place, renamed or entry, placeholder)
         if row:
@@ -809,6 +814,7 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
         UserError: for content that is not in this format.
     """
     stream: IO[bytes] = io.BytesIO(content)
+    # The errors that pyarrow, gzip and the parser of JSON raise for content of another format.
     unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
     with convert_errors(
         unreadable,
@@ -817,6 +823,7 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
         "Parquet rows, or one JSON object per line, as the name of the file says",
     ):
         if name.endswith(".parquet"):
+            # Convert 1,000 rows at a time to Python objects, which need much more memory.
             batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from enumerate(rows, start=1)
@@ -829,8 +836,8 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
 def _from_training_columns(entry: FileRow) -> FileRow:
     """Add the column `messages` or `user` to a row that has the columns of training data instead.
 
-    So that a file of training data can be used as a suite, too. The last turn of a conversation is
-    left out if it is the assistant's, because the target is to write this turn.
+    Thanks to this, a file of training data can be used as a suite. If a conversation ends with a
+    turn of the assistant, this turn is left out, because the target is to write it.
     """
     # Some rows have a conversation, in one of the columns that training data have.
     conversation_columns = [name for name in CONVERSATIONS if name in entry]
