@@ -154,6 +154,7 @@ def _describe_missing_processes(error: RuntimeError) -> str:
         error: the error of the failed collective. If all processes answer, its message is returned.
     """
     # A monitored barrier fails if some processes do not reach it in time, and its error names them.
+    # With `wait_all_ranks` it names all of them, not only the first.
     try:
         distributed.monitored_barrier(
             _open_gloo_group(),

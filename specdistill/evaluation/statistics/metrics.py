@@ -123,8 +123,9 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         "num_accepted_tokens": sum(accepted for _, accepted in drafts),
         "num_accepted_first": sum(len(round.accepted) > 0 for round in rounds),
         "num_accepted_later": sum(max(len(round.accepted) - 1, 0) for round in rounds),
-        # A position is reached if a token was emitted there, because a round ends at a rejection, a
-        # stop token or the length limit. The first position is always reached, so it is left out.
+        # A position of a draft is reached if the round emitted a token there: the draft token, or
+        # the target's own token after a rejection. The target's token after a whole accepted draft
+        # is at no position of the draft (`min`). The first position is left out (- 1).
         "num_reached_later": sum(
             min(len(round.emitted), len(round.drafted)) - 1 for round in rounds
         ),
@@ -384,10 +385,12 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
       absent for a server, which sends totals only.
 
-    The rates, None where no round emitted a token:
+    The rates, which are absent without any draft, and None where no draft reached the position:
 
-    - conditional_acceptance_rate [K]: accepted tokens / emitted tokens at position k. A round that
-      a stop token or the length limit ended before k does not count.
+    - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
+      token was accepted. A draft reaches k if its round emits at least k tokens. So a round that a
+      stop token or the length limit ends before k does not count. For a server, which sends totals
+      only, a draft reaches k if its first k - 1 tokens are accepted.
     - acceptance_rate_per_position [K]: the product of the conditional rates up to k, the
       Kaplan-Meier estimate. It is accepted_per_position / num_drafts if no round was cut short.
 

@@ -113,9 +113,10 @@ def compute_speedup_curve(
     cost: RoundCost,
     timed: Sequence[RoundCost],
 ) -> list[dict[str, float]]:
-    """Predict acceptance length, cost and speedup of rounds with fewer draft tokens than K.
+    """Predict acceptance length, cost and speedup for fewer draft tokens per round than measured.
 
-    The curve has a point for K' = 0 (plain decoding), for every timed K' below K, and for K.
+    The measured rounds had up to K draft tokens (`cost.k`). The curve has a point for K' = 0 (plain
+    decoding), for every timed K' below K, and for K.
 
     Whether a draft token is accepted does not depend on the draft tokens after it. So a round with
     K' draft tokens emits the first K' + 1 tokens of a round with K, and the same text takes more

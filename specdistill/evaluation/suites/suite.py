@@ -206,7 +206,8 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             is_file=True,
         )
 
-    # A suite's YAML file names the file of its prompts, and the hash that this file must have.
+    # A suite's YAML file names the file of its prompts, and the hash that this file must have. The
+    # prompts are at a URL, or at a path that is relative to the folder of the YAML file.
     header = _read_header(path)
     is_remote = header.prompts.startswith(REMOTE)
     prompts = header.prompts if is_remote else str(path.parent / header.prompts)
@@ -389,20 +390,13 @@ def cut_prompts(
     """Cut the suite's long prompts to several lengths, to measure how the context length matters.
 
     Only prompts with at least the longest length are used, so that the prompts are the same at
-    every length. A row of kind `prompt` loses its beginning, one of kind `text` its end. In a
-    conversation the longest message loses its beginning, and the prompt may become a token or two
-    shorter than the length.
-
-    Args:
-        suite: the suite.
-        tokenizer: the target's tokenizer.
-        lengths: the lengths, in tokens.
-        max_new_tokens: the most tokens that are generated after a prompt.
-        max_length: the target's context, in tokens.
-        num_prompts: how many prompts are chosen, evenly spread over the categories; None for all.
+    every length. Of these prompts `num_prompts` are chosen, evenly spread over the categories; None
+    stands for all. A row of kind `prompt` is cut at its beginning, one of kind `text` at its end,
+    and a conversation at the beginning of its longest message.
 
     Returns:
-        Length -> the prompts cut to that length.
+        Length in tokens -> the prompts cut to that length. The prompt of a conversation may be a
+        token or two shorter.
 
     Raises:
         UserError: for a length that no prompt has, or that exceeds the target's context.
@@ -459,6 +453,7 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
 
     # Find how many items to take from each group (its quota). As in dealing cards: take one item
     # from each group, then a second one from each group, and so on, until there are `count` items.
+    # For example, 6 items from groups of 5 and 2 items: 4 from the first group, 2 from the second.
     # `turns` lists all items in this order, as pairs (number in its group, group).
     turns = []
     for group_number, indices in enumerate(indices_by_group.values()):
