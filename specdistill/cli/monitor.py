@@ -89,7 +89,8 @@ def monitor(arguments: list[str]) -> int:
     # stands for the start of the server.
     pages: list[Counters] = [client.read_counters(server) if seconds else {}]
     while True:
-        # Read the counters after each part. The last page of one interval is the first of the next.
+        # Read the counters after each part. The last reading of one measurement is kept as the
+        # first reading of the next.
         start = time.monotonic()
         pages = pages[-1:]
         for part in range(1, num_parts + 1):
@@ -114,7 +115,7 @@ def monitor(arguments: list[str]) -> int:
                     json.dumps(result, indent=2) + "\n", encoding="utf-8"
                 )
 
-        # Without `watch`, one interval is all. With it, Ctrl-C ends the loop.
+        # Without `watch`, there is only one measurement. With `watch`, Ctrl-C ends the loop.
         if not options.watch:
             return EXIT_CODES[result["verdict"]]
 

@@ -379,6 +379,7 @@ def read_text(path: Path, max_bytes: int = MAX_YAML_BYTES) -> str:
 
 def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a dictionary of (key, value) pairs. Raise ValueError for a key that appears twice."""
+    # A dictionary keeps each key once, so it has fewer entries than `pairs` if a key is repeated.
     keys = dict(pairs)
     if len(keys) < len(pairs):
         repeated_key = Counter(name for name, _ in pairs).most_common(1)[0][0]

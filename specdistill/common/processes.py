@@ -94,7 +94,7 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
     """Check that all processes of the launch have the same values, for example the same weights.
 
     Args:
-        facts: the values of this process: name -> value. The error shows both.
+        facts: the values of this process: name -> value. The error shows a name and its values.
         otherwise: text to append to the error, which says what to do about a difference.
 
     Raises:

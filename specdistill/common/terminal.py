@@ -156,6 +156,7 @@ def print_result(document: object) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    # `json_streams` holds the real stdout with --json, and is empty without.
     for stream in json_streams:
         print(json.dumps(document, default=_convert_to_json), file=stream, flush=True)
 

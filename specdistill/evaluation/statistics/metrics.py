@@ -339,9 +339,10 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
     """Return which prompts belong together when prompts are resampled, for a metric.
 
     The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
-    time, so do the prompts of a batch, which were decoded at the same time. If prompts have both,
-    the kind with fewer, larger units is taken: joining the batches that share a cluster would join
-    nearly all batches.
+    time, so do the prompts of a batch, which were decoded at the same time. If prompts have a
+    cluster and a batch, the units are either the clusters or the batches: the kind of which there
+    are fewer, and so larger ones. Units that keep together clusters and batches would be too large,
+    because a cluster may join batches, and a chain of clusters nearly all batches.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.

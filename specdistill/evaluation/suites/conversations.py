@@ -323,7 +323,7 @@ def _convert_tools(tools: object, where: str) -> list[Schema]:
             text of a list. None or an empty text stands for no tools.
         where: the row and file, which errors name.
     """
-    # Parse the JSON text, if `tools` is a text.
+    # Parse the JSON text, if `tools` is a text. None and an empty text become an empty list.
     with convert_errors(
         ValueError, where, "tools", "a list of schemas, or its JSON text", kind=MALFORMED
     ):
