@@ -383,6 +383,8 @@ def _describe_budget(budget: "Budget") -> str:
     parts = _format_parts(budget.parts)
     needs = _format_gib(budget.needs)
     if not budget.fits:
+        # `budget.tensor_parallel` is the number of devices that would suffice; None if no allowed
+        # number does.
         num_devices = budget.tensor_parallel or "no number of"
         return f"{parts}: needs {needs}; fits on {num_devices} devices (serving.tensor_parallel)"
 
