@@ -359,8 +359,9 @@ def measure_configuration(
         cache: the cache, which has the batches that were decoded before an interruption.
         is_main: whether this is the main configuration. Greedy decoding is checked in it even if
             its settings sample tokens: the prompts are then decoded greedily as well.
-        num_draws: how many draws the sampling test takes that follows the main configuration; None
-            if their number depends on the length of the measurement.
+        num_draws: how many draws the sampling test takes. The test is run later, so the number is
+            only needed to estimate the remaining time. None if it depends on the length of the
+            measurement.
     """
     with measure_resources(target.device) as resources:
         # Count the passes of the target in the checks after the main configuration, because the
@@ -440,7 +441,8 @@ def decode_prompts(
         The repetitions of each draft and prompt, [draft][prompt]; and how many seconds it took
         before an interruption to decode the batches that were read from the cache.
     """
-    # Build the arms and the batches. transformers' `generate()` decodes some batches as well.
+    # Build the arms and the batches. transformers' `generate()` decodes some batches as well:
+    # enough to hold MAX_HF_PROMPTS prompts.
     settings = plan.settings
     arms = build_arms(target, proposers, plan)
     batches = split_into_batches(plan.prompts, settings.batch_size)
