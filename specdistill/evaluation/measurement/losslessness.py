@@ -181,7 +181,7 @@ def generate_pairs(
             prompts = tuple(prompt.token_ids for prompt in batch.prompts)
 
             # If the measurement sampled tokens, its completions are not greedy, so decode the batch
-            # greedily now. Otherwise take the first repetition: all repetitions are the same.
+            # greedily now. Otherwise take the first repetition, which the records are made from.
             ours = (
                 decode_batch(with_draft, batch, greedy)
                 if is_sampled

@@ -284,7 +284,7 @@ def remember_outputs(proposers: Sequence[Proposer], earlier_runs: Sequence[Promp
         earlier_runs: the runs of earlier prompts; empty to forget all outputs. Their outputs by
             plain decoding are used, because these do not depend on a draft.
     """
-    # Take the outputs of the first repetition. All further repetitions have the same.
+    # Take the outputs of the first repetition, which the records are made from.
     outputs = [run.baseline[0].token_ids for run in earlier_runs]
     for proposer in proposers:
         if isinstance(proposer, UsesPastOutputs):
