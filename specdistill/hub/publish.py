@@ -132,7 +132,8 @@ def publish_run(options: PublishOptions) -> Publication:
         UserError: for options, files or a repository that cannot be used.
         ResourceError: when the Hub or the disk fails.
     """
-    # Read the run's recipe, and ask the Hub whether it accepts the token.
+    # Read the run's recipe, without running code that it may name. Options that were given replace
+    # the values of its section `publish`.
     run = Path(options.run)
     check_finished(run)
     requested_keys = options.model_dump(
@@ -141,6 +142,9 @@ def publish_run(options: PublishOptions) -> Publication:
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
     config = recipe.publish.model_copy(update=requested_keys)
     name = check_names(config.repo, options.tag)
+
+    # Ask the Hub whether it accepts the token, and read the repository. A dry run of a first
+    # release needs nothing from the Hub, so it may go on without it.
     if not options.dry_run:
         with convert_upload_errors(name):
             HfApi().whoami()
@@ -432,7 +436,8 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         UserError: if `base_model` is another target.
         ResourceError: when the Hub fails.
     """
-    # Without `base_model`, the recipe names the target.
+    # Without `base_model`, the recipe names the target. Its Hub id is its name, without the name of
+    # a GGUF file in the repository ([0]).
     recipe_target = release.recipe.target
     if base_model is None:
         target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
@@ -513,7 +518,8 @@ def stage(
             export that is not possible.
         ResourceError: when the disk fails.
     """
-    # Check the files before anything is written.
+    # Check the files before anything is written: that the weights are complete, and that no file is
+    # a link to a file outside of the run, which would be published.
     release = contents.release
     draft = contents.release.run / DRAFT
     Shards.open(draft, "run").check()

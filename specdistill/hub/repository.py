@@ -217,7 +217,8 @@ class Repository:
             if not self.commits:
                 api.create_repo(name, private=private is not False, exist_ok=True)
 
-            # Commit what differs, on top of the commit that was read.
+            # Commit what differs, on top of the commit that was read. A repository that was just
+            # created has one commit already.
             head = self.commits[0] if self.commits else str(api.model_info(name).sha)
             added = [
                 CommitOperationAdd(change.path, str(folder / change.path))
@@ -301,7 +302,9 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
     if hub_file is None or path.stat().st_size != hub_file.size:
         return False
     if hub_file.lfs is not None:
-        # A link is resolved, so that the content is read and its name is not trusted.
+        # The file may be a link into the Hub's cache, where files are named by their sha256.
+        # `hash_files` would return the name of such a file without reading it. With the link
+        # resolved, it reads the content.
         return hash_files([path.resolve()]) == [hub_file.lfs.sha256]
     return git_hash(path.read_bytes()) == hub_file.blob_id
 
