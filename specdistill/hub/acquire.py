@@ -327,7 +327,9 @@ def acquire(options: AcquireOptions) -> Path:
             expected="a method that is trained",
         )
 
-    # Find the target, and fetch its small files.
+    # Find the target, and fetch its small files. `gguf` is the name of a GGUF file in the target's
+    # folder or repository; None for other targets. The folder of a repository in the Hub's cache is
+    # named after the commit, so `folder.name` is the revision.
     folder, gguf = split_gguf(options.target.model)
     target_model = ModelFiles.open(
         folder, options.target.revision, key="target.model", expected=TARGET

@@ -184,9 +184,9 @@ def build_metadata(contents: CardContents) -> ModelCardData:
 
 def format_eval_command(contents: CardContents) -> str:
     """Return the command that measures the published draft with the report's main configuration."""
-    # Begin with suite, number of prompts, tree and engine of the report. SUITE stands for a suite
-    # that readers of the card do not have. `eval_keys` are the keys that a recipe of this class may
-    # have in its section `eval`.
+    # Begin with suite, number of prompts (if not all were measured), tree and engine of the report.
+    # SUITE stands for a suite that readers of the card do not have. `eval_keys` are the keys that a
+    # recipe of this class may have in its section `eval`.
     report = contents.release.report
     settings = contents.release.report["settings"]
     target = contents.release.made_for

@@ -267,6 +267,7 @@ def _choose_folder(options: PublishOptions) -> Path:
     Raises:
         UserError: if the default folder holds anything but an earlier release, which it replaces.
     """
+    # An earlier release is recognized by the record of the training in its root.
     folder = Path(options.output_dir or Path(options.run) / "release")
     is_earlier_release = (folder / Path(PROVENANCE).name).is_file()
     if options.output_dir is None and folder.exists() and not is_earlier_release:
@@ -378,7 +379,8 @@ def find_last_release(
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
     """Return whether a commit is the release of a run.
 
-    Its draft, its training record and its measurement must be those of the run.
+    The commit must hold the draft of the run, the record of its training and the records of its
+    measurement. report.json is not compared, because the gate is decided again for a release.
 
     Args:
         run: the folder of the run.
@@ -397,11 +399,13 @@ def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str],
     Returns:
         Warnings, and refusals if it does not fit.
     """
+    # Only drafts that are whole language models may have another vocabulary than the target.
     options: dict[str, Any] = (
         {"heterogeneous_vocab": is_translated(release)}
         if METHODS[release.method].standalone
         else {}
     )
+
     # `check_draft` reports a draft that does not fit by a UserError with the key `run`. An error
     # with another key has another cause, such as a target that cannot be read.
     try:
@@ -689,6 +693,8 @@ def format_serving_lines(
         # Serve with the number of draft tokens and the lookup that this engine supports.
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         served_draft = replace(served, num_tokens=k, lookup_first=lookup)
+        # An export lies in a subfolder of the repository. It is downloaded, and served from a local
+        # folder, which has no revision.
         if name in exports:
             exported = replace(
                 served_draft,

@@ -279,8 +279,8 @@ def check_names(repository: str | None, tag: str | None) -> str:
     """
     if not repository or repository.count("/") != 1:
         raise UserError("repo", got=repository or "nothing", expected=NAMES)
-    # A tag begins with a letter or a digit. As git demands, it has no two dots in a row, and does
-    # not end with a dot or with `.lock`.
+    # `main` is the name of the branch. A tag begins with a letter or a digit. As git demands, it
+    # has no two dots in a row, and does not end with a dot or with `.lock`.
     if tag is not None and (
         tag == "main" or not re.fullmatch(r"[A-Za-z0-9](?:[\w-]|\.(?!\.|lock$|$))*", tag)
     ):
@@ -334,6 +334,7 @@ def convert_upload_errors(repository: str) -> Iterator[None]:
     except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
         # The Hub did not answer, there is no token, the Hub refused the request or the card, or
         # hf_xet failed, which raises RuntimeError because it has no error class of its own.
+        # Status 404 may be a repository that the token may not see.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         no_token = isinstance(error, LocalTokenNotFoundError)
         reason = (
