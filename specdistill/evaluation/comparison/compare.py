@@ -258,7 +258,7 @@ def select_shown_difference(difference: Entry | None) -> float:
 def is_separable(difference: Entry | None) -> bool:
     """Return whether a difference is significant: whether its confidence interval excludes 0.
 
-    A difference without an interval is not.
+    A difference without an interval counts as not significant.
     """
     if difference is None or difference["ci95"] is None:
         return False

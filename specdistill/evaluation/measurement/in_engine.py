@@ -288,6 +288,7 @@ def _plan_requests(
     """
     use_template(tokenizer, recipe)
     task = ServerTask.from_config(recipe.eval, suite, tokenizer, max_length)
+    # A prompt that is in no cluster counts as a cluster of its own.
     print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
     return task
 
@@ -314,8 +315,9 @@ def find_target_file(
     Raises:
         UserError: if there is no such file, or if it has another vocabulary than the target.
     """
-    # Either the recipe names a GGUF file, or the target itself is one. `file` is the name of the
-    # file without its folder or repository; None if `name` is no GGUF file.
+    # Either the recipe names a GGUF file on this machine, or the target itself is one, perhaps on
+    # the Hub. `file` is the name of the file without its folder or repository; None if `name` is no
+    # GGUF file.
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
@@ -389,9 +391,10 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
     engine = recipe.eval.engine
     k = recipe.eval.num_speculative_tokens
 
-    # Export the draft in the format that the engine loads. The export ignores earlier reports of
-    # the draft (finds_report=False), which could set the engine to sample draft tokens. So draft
-    # tokens are greedy, which is the default of engines.
+    # Export the draft in the format (layout) that the engine loads, its own or that of another
+    # engine. The export ignores earlier reports of the draft (finds_report=False), which could set
+    # the engine to sample draft tokens. So draft tokens are greedy, which is the default of
+    # engines.
     if draft is not None:
         served = export(
             locate(draft),

@@ -85,6 +85,7 @@ def check_measurement(
     # own. If the recipe names a template, that one replaces it.
     use_recorded_template([folder for _, folder, _ in drafts], tokenizer, key)
     use_template(tokenizer, recipe)
+
     # Check every prompt by tokenizing it: a prompt that is too long raises an error. Planning all
     # configurations of a recipe tokenizes its prompts, too.
     if recipe is not None:
@@ -182,7 +183,8 @@ def load_recipe_draft(
         drafts = [(recipe.method, folder, recipe.list_proposer_options())] if folder else []
         check_measurement(files, drafts, suite, recipe.eval, key="eval.draft", recipe=recipe)
 
-    # Load the target, with the chat template that the draft was trained with.
+    # Load the target, with the chat template that the draft was trained with, unless the recipe
+    # names another one. A small target gets fewer CPU threads, or decoding would be slower.
     target = FrozenTarget.load(**vars(recipe.target))
     use_recorded_template([locate(draft)] if draft else [], target.tokenizer, "eval.draft")
     use_template(target.tokenizer, recipe)

@@ -315,8 +315,8 @@ def verify_with_wrong_residual(
     p_V = probs_NV[path[-1] + 1 if path else 0].cpu()
     wrong_token = int(torch.multinomial(p_V, 1, generator=generator))
 
-    # If all draft tokens were accepted, none was rejected, and the right rule draws from p, too. So
-    # keep its token.
+    # If no draft token comes after the accepted ones, none was rejected. The right rule then draws
+    # from p, too, so keep its token.
     return path, wrong_token if list_candidates(proposal, path) else right_token
 
 
@@ -518,9 +518,10 @@ def find_most_telling_prompt(
     """Find the text after which the sampling test detects a wrong verification rule best.
 
     The wrong rule is `verify_with_wrong_residual`. The test draws two tokens after a text: the
-    first in the prefill, the second in a round with a draft. It detects the wrong rule best if the
-    wrong rule changes the distribution of the second token much, and the first token is likely. To
-    find such a text, some prompts are decoded. Each round of a completion has a score: the
+    first in the prefill, the second in a round with a draft. The wrong rule shows best if the first
+    token is likely, and if the rule changes the distribution of the second token much.
+
+    To find such a text, some prompts are decoded. Each round of a completion gets a score: the
     probability of the token before the round, times the change of the distribution of the round's
     first token. The temperature must be above 0.
 
@@ -536,13 +537,8 @@ def find_most_telling_prompt(
     ) -> tuple[Sequence[int], int]:
         """Verify draft tokens by the right rule, and record how much the wrong rule would differ.
 
-        The decoder calls this function in each round. Each call adds a number to `deviations`.
-
-        Args:
-            proposal: the N draft tokens of the round.
-            probs_NV: [N + 1, V], the target's distributions over the vocabulary: row 0 is that of
-                the first token of the round.
-            generator: the source of random numbers.
+        The decoder calls this function in each round, and each call adds a number to `deviations`.
+        Row 0 of `probs_NV` [N + 1, V] is the target's distribution of the round's first token.
         """
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)
@@ -600,9 +596,8 @@ def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
         return 0.0
 
     # Take the draft's distribution q [V]. Tokens of greedy drafting are certain, so q is 1 at each
-    # of them: each is accepted with probability p. Otherwise q is the distribution that the first
-    # of the tokens was drawn from. The siblings that a tree may have are ignored, because the first
-    # decides most rounds.
+    # of them. Otherwise q is the distribution from which the first of the tokens was drawn. Its
+    # siblings in a tree are ignored, because the first one decides most rounds.
     if proposal.probabilities is None:
         tokens = [proposal.tokens[node] for node in candidates]
         q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)

@@ -134,7 +134,11 @@ def generate_with_transformers(
 
 
 def sum_seconds(batches: Iterable[BatchGenerations]) -> float:
-    """Return the total seconds of decoding batches, with each draft and without."""
+    """Return the total seconds of decoding batches, with each draft and without.
+
+    Args:
+        batches: the completions of the batches, [batch][arm][prompt].
+    """
     seconds = 0.0
     for arms in batches:
         for generations in arms:
@@ -407,9 +411,9 @@ def spell_tokens(
     for token in token_ids:
         tokens.append(token)
         text_after = tokenizer.decode(tokens)
-        # Usually a token continues the text, and its own text is what was added. But the text of
-        # half a character of several bytes ends with a replacement character (�), which the token
-        # with the other half replaces. Decode such a token alone.
+        # Usually a token only adds to the text, and its own text is what it adds. But if the text
+        # ends within a character of several bytes, its end is decoded as a replacement character
+        # (�). The token with the last bytes changes that end, so decode such a token alone.
         if text_after.startswith(text_before):
             texts.append(text_after[len(text_before) :])
         else:

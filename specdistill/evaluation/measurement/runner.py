@@ -234,8 +234,9 @@ def _measure_loaded(
         vocab_size=target.vocab_size,
     )
 
-    # Before anything is measured, print how small a change this number of prompts can detect, and
-    # fail if prompts are to be decoded in batches but target or draft cannot do that.
+    # Before anything is measured, print how small a change these prompts can detect. A prompt that
+    # is in no cluster counts as a cluster of its own. Then fail if prompts are to be decoded in
+    # batches, but target or draft cannot do that.
     if is_first():
         print_power_analysis([prompt.cluster or prompt.id for prompt in plans[0].prompts])
     if any(plan.settings.batch_size > 1 for plan in plans):
@@ -530,6 +531,7 @@ def _warm_up(
     with freeze_garbage_collector():
         for batch in sample_batches(batches, settings.warmup):
             generations = _decode_in_arms(arms, batch, first_arm=0)
+            # This warms up transformers' `generate()`, so its result is not used.
             generate_with_transformers(target, batch, generations[0], settings)
     return generations
 

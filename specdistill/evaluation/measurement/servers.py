@@ -76,7 +76,8 @@ class ConnectedServer:
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> EngineCompletion:
         """Request the completion of a prompt from the server, and wait for it."""
-        # models[0] is the name under which the server serves the model.
+        # models[0] is the name under which the server serves the model. The client needs K to check
+        # the counts of draft tokens in the answer.
         request = CompletionRequest(
             self.identity.models[0],
             prompt.token_ids,
@@ -439,7 +440,8 @@ def measure_started(
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}
 
-    # Show in the report the commands of the main K and of the server without the draft.
+    # Show in the report the commands of the main K, the first of `ks`, and of the server without
+    # the draft.
     settings = [f"{name}={shlex.quote(value)}" for name, value in variables[task.ks[0]].items()]
     shown = {
         "command": " ".join([*settings, shlex.join(commands[task.ks[0]])]),
