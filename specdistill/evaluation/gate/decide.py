@@ -580,7 +580,7 @@ def _pair_records(
 
     Raises:
         UserError: if the two rows have other prompts, other settings or another target. The error
-            names the first difference.
+            says what differs.
     """
     _check_same_weights(evidence.report, baseline.report)
     _check_same_settings(row, old_row, evidence.report, baseline.report)
@@ -741,8 +741,8 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # All other requirements compare the interval. If the threshold lies inside it, the rule is
-    # inconclusive, and more prompts would narrow the interval.
+    # All other requirements compare the interval. If it is too wide to decide, the rule is
+    # inconclusive: more prompts would narrow it, until `open_end`, an end of it, reaches `edge`.
     compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
     verdict, reason, open_end, edge = compare(rule, estimate)
     if verdict != "inconclusive":

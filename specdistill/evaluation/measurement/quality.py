@@ -132,13 +132,14 @@ def compare_shares(
     only_ours = int((ours > theirs).sum())
     only_theirs = int((ours < theirs).sum())
 
-    # Compute the interval. The bootstrap takes numbers, so clusters are numbered.
+    # Compute the interval. The bootstrap takes numbers, so clusters are numbered: `return_inverse`
+    # gives the number of each prompt's cluster.
     columns = {"with_draft": ours, "without_draft": theirs, "num_prompts": np.ones(len(ours))}
     columns["cluster"] = np.unique(clusters, return_inverse=True)[1].astype(np.float64)
     interval = compute_interval(DIFFERENCE, columns, seed=seed)
 
-    # Test whether these two counts differ more than by chance (McNemar): if they do not, each such
-    # prompt is equally likely to be in either of them.
+    # Test whether `only_ours` and `only_theirs` differ more than by chance (McNemar). By chance
+    # alone, a prompt that is counted in one of them is equally likely to be in the other.
     num_differing = only_ours + only_theirs
     p_value = stats.binomtest(only_ours, num_differing).pvalue if num_differing else 1.0
     return {
