@@ -111,6 +111,8 @@ class TreePass:
             num_text: the number of tokens in the KV cache of each sequence.
             device: of the model.
         """
+        # The root stands in for a level of one node (T = 1), at which the parents of the first
+        # level point by index 0. It has no ancestors among nodes, of which there are none (F = 0).
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -158,6 +160,8 @@ class TreePass:
             ),
             2,
         )
+        # All nodes of a level have one position: the one after that of the level before, or after
+        # the text.
         positions = []
         for row_positions, start in zip(self.positions, self.num_text, strict=True):
             position = row_positions[-1] + 1 if row_positions else start
