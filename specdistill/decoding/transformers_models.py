@@ -263,6 +263,7 @@ class TransformersLayers:
         if isinstance(self.cache, BatchKVCache):
             self.cache.truncate(lengths)
             return
+        # Any other cache holds a single row. crop(-n) drops its last n tokens.
         num_surplus = self.cache.get_seq_length() - lengths[0]
         if num_surplus:
             self.cache.crop(-num_surplus)

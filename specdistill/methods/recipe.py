@@ -423,6 +423,7 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
     Returns:
         Type and field of each key by name, as pydantic's `create_model` takes them.
     """
+    # `like` copies a key of the recipe, so that the option has the same default, help and limits.
     keys: dict[str, tuple[object, object]] = {}
     for method in METHODS.values():
         section = select_eval_schema(method.recipe())

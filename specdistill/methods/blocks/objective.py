@@ -191,7 +191,10 @@ class BlockObjective(Objective):
         }
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the number of blocks that learn, by which the loss of a batch is divided."""
+        """Return the number of blocks that learn, by which the loss of a batch is divided.
+
+        A block learns if its first slot does. Later slots learn only if all slots before them do.
+        """
         return batch["has_loss"][:, 0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:

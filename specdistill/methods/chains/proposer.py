@@ -160,9 +160,11 @@ class HeadProposer(FeatureProposer[Head]):
                     tokens. None in the first pass, which reads the new tokens of the round.
             """
             nonlocal next_ids, hidden, counts
+            # After the first pass, each pass reads one token of each row: the one just drafted.
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
                 counts = [1] * len(counts)
+            # A round adds at most 1 + k tokens: k accepted ones and the target's own.
             logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW

@@ -184,6 +184,7 @@ def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repa
     These are the layers one after and one before those in the head's config, because some projects
     count layers from 0 and others from 1; and the default layers.
     """
+    # The default layers are three, so they fit only a head that reads three.
     aux_layers = head.config.aux_layers
     candidates = [
         tuple(layer + 1 for layer in aux_layers),

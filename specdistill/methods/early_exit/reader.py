@@ -101,8 +101,9 @@ class SplitTarget(CachedTarget):
         state = torch.cat(self._states, dim=1)
         self._states = []
 
-        # A model asks the first layer of a cache how many tokens it holds. The layers below E have
-        # read more already, so the cache of layer E takes the place of theirs.
+        # A model asks the first layer of a cache how many tokens it holds. The first E layers have
+        # read these tokens already, and the others have not. So in a copy of the cache, the entry
+        # of the first other layer also stands in the places of the first E layers.
         upper_cache = copy.copy(self.cache)
         upper_layers = self.cache.layers[self.exit_layer :]
         upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
