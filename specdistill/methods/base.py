@@ -191,7 +191,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             folder: the folder of the draft; None for a method that is not trained.
             target: the target that verifies.
             key: the recipe key that errors name.
-            **options: the method's own options, as `Recipe.proposer_options` returns them.
+            **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Raises:
             UserError: naming `key`, for a draft that is broken or does not fit the target.
@@ -242,7 +242,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             target: the target's files. None: only compare the draft's files with each other.
             key: the recipe key that errors name.
             name: what errors call the draft.
-            **options: the method's own options, as `Recipe.proposer_options` returns them.
+            **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Returns:
             The shape of a head as decoding would read it; None for other drafts.

@@ -141,7 +141,7 @@ def load_proposer(
         compile: whether to compile the proposer's passes, if it can.
         made_for: files of the target to check the draft against; None: the files of `target`.
         logs: whether to log the warnings of that check.
-        **options: the method's own options, as `Recipe.proposer_options` returns them.
+        **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
     Raises:
         UserError: if the method is unknown, or if the draft is for another target or does not fit.

@@ -158,7 +158,8 @@ class BlockKVCache:
             key_GSd: keys of the S tokens of the context.
             value_GSd: values of the S tokens of the context.
         """
-        # Build the mask [N P, S + N P]. The first layer does this for all layers.
+        # Build the mask [N P, S + N P], one for all heads (None, None: batch and heads). The first
+        # layer does this for all layers.
         num_tokens = key_GSd.shape[1]
         if self._mask is None:
 

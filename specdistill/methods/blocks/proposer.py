@@ -53,6 +53,8 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             """Return the logits [B, W] of slot `step`, corrected by the token drafted before it.
 
+            `chains` calls this once for each draft token.
+
             Args:
                 step: the index of the slot.
                 index_B: the tokens drafted in the slot before; None in the first slot.
@@ -71,12 +73,15 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         Each slot of the block gives the candidates of one level of the tree. See
         `TreeProposer.propose_tree` for the arguments.
         """
-        # `expand` is called first for the second level, which slot 1 gives.
+        # `levels` counts the slots from 1: the first call of `expand` needs slot 1, because slot 0
+        # gives the first level.
         slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] after the T nodes of the next level.
+            """Return the logits [B, T, W] after the T nodes of a level, from the slot after it.
+
+            `grow` calls this for one level after the other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
