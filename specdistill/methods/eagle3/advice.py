@@ -166,6 +166,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
 
 def switch_residual_source(head: Eagle3Draft) -> None:
     """Flip `norm_before_residual`: take the first layer's residual before or after the norm."""
+    # The first layer keeps a copy of this switch, so both are changed.
     flipped = not head.config.norm_before_residual
     first = head.layers[0]
     assert isinstance(first, FirstLayer)

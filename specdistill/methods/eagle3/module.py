@@ -156,6 +156,8 @@ class Eagle3Draft(FeatureDraft, Head):
         Returns:
             [B, T, H], the projection of all of them side by side.
         """
+        # Normalize each layer's states (EAGLE-3.1), or all of them together (speculators), or
+        # neither, as the config says.
         aux = features.aux
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
