@@ -191,7 +191,7 @@ class BatchKVCache(DynamicCache):
         values = grow_buffer(values, value_states, self._size)
         self._buffers[layer_idx] = keys, values
         # A single row is written as one slice. Several rows begin at different slots, so each of
-        # them needs its own indices.
+        # them needs its own indices, which put positions before heads: [B, T, G, d].
         if len(self.lengths) == 1:
             keys[:, :, self._num_held : self._end] = key_states
             values[:, :, self._num_held : self._end] = value_states
@@ -305,10 +305,10 @@ class DraftKVCache(BatchKVCache):
         if self._window is not None:
             self._first = max(0, start - self._window + 1)
 
-        # Build the mask that all layers use, if one is needed. A single token sees all cached
-        # positions, so it needs none. Nor does a causal step whose kernel is causal by itself: on
-        # CUDA, and for a prompt (start = 0), where the mask would be as large as [T, T]. Row i of
-        # the mask is the query at position start + i, and column j the position first + j.
+        # Build the mask that all layers use, if one is needed. A single token sees all positions
+        # that are left, so it needs none. Nor does a causal step whose kernel is causal by itself:
+        # on CUDA, and for a prompt (start = 0), where the mask would be as large as [T, T]. Row i
+        # of the mask is the query at position start + i, and column j the position first + j.
         self._mask = None
         if count > 1 and not (is_causal and (device.type == "cuda" or start == 0)):
             mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
