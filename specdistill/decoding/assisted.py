@@ -275,8 +275,8 @@ class Draft:
         Raises:
             UserError: for an option or an input that a draft does not support.
         """
-        # An option that is absent or has its default value changes nothing. Options that DEFAULTS
-        # does not list, such as `synced_gpus`, are switches that are off (False) by default.
+        # An option that is absent or has its default value changes nothing. For options that
+        # DEFAULTS does not list, such as `synced_gpus`, False counts as the default.
         for name, expected in UNSUPPORTED_OPTIONS.items():
             value = options.get(name)
             if value not in (None, DEFAULTS.get(name, False)):

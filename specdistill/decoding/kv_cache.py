@@ -219,7 +219,7 @@ class BatchKVCache(DynamicCache):
             paths: the indices of each row's accepted nodes, in increasing order.
         """
         # Nothing moves if each path consists of its row's first nodes. Shorter paths are padded
-        # with node 0; what this writes behind them is forgotten by `truncate` below.
+        # with copies of node 0, which `truncate` below forgets.
         if any([*path] != [*range(len(path))] for path in paths):
             device = self._slot_BT.device
             path_length = max(map(len, paths))

@@ -222,7 +222,7 @@ class CompiledTarget:
         """
         (row_ids,) = token_ids
         assert not any(trees) and len(row_ids) <= self.num_tokens, (trees, row_ids)
-        # Numbers are passed as tensors: a graph would be compiled anew for each plain number.
+        # The length is passed as a tensor: for each plain number, a graph would be compiled anew.
         padded_ids = [*row_ids, *[0] * (self.num_tokens - len(row_ids))]
         device = self.target.device
         ids_1T = torch.tensor([padded_ids], device=device)
