@@ -79,9 +79,10 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         levels = itertools.count(1)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] after the T nodes of a level, from the slot after it.
+            """Return the logits [B, T, W] after the T nodes of a level.
 
-            `grow` calls this for one level after the other.
+            They come from the slot of the next level. `grow` calls this for one level after the
+            other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
