@@ -238,6 +238,8 @@ def _replace_token(
         token_id: the target's token.
         draft_token_ids: the draft's tokens that stand for it, possibly none.
     """
+    # At first, note that the token is only read. With exactly one draft token it can be proposed
+    # too, and moves to `pairs`.
     pairs.pop(token_id, None)
     read_as[token_id] = draft_token_ids
     if len(draft_token_ids) == 1:

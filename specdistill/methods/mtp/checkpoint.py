@@ -133,7 +133,8 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
         raise no_layer_error
 
     # Load the layer's tensors. DeepSeek-V3's format repeats the target's embedding and LM head in
-    # the layer. The draft uses the target's, so the repeated tensors must be equal to them.
+    # the layer. The draft uses the target's, so the repeated tensors must be equal to them. If the
+    # layer does not repeat a tensor, the target's is compared with itself, which is no error.
     tensors = shards.load(name for name in shards.file_of if naming.has_tensor(name, prefix))
     for name in naming.copies:
         target_tensor = target.tensor(name)
@@ -275,7 +276,8 @@ def check_mtp(
     if target is None:
         return
 
-    # The draft must be for such a target, and hold the tensors of one layer only.
+    # The draft must be made for a target with the same sizes, and hold the tensors of one layer
+    # only.
     check_layer_fit(read_config(folder, key), target.text_config, name, key, target.name)
     naming = find_naming(target.text_config["model_type"])
     prefix = naming.prefix(target.num_layers)
@@ -356,9 +358,9 @@ def _fill_draft(
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
     """Write a draft into a folder, from which `load_mtp` reads exactly the same weights."""
-    # Put the target's text config into config.json. When the draft is loaded, `check_layer_fit`
-    # compares it with the text config of the target then. The depth key says how many layers there
-    # are: 1.
+    # Put the target's text config into config.json. `load_mtp` compares it with the text config of
+    # the target that the draft is loaded for. The depth key says how many layers there are: 1. The
+    # tensors get the names that they would have in the target's checkpoint.
     text = draft.config.text_config
     naming = find_naming(text["model_type"])
     config = {
@@ -504,7 +506,8 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
-    # Write the tensors, and say in config.json how many such layers there are. Only one is trained.
+    # Write the tensors. If config.json does not say already that there is one such layer, write it
+    # anew (`text` is a part of `config`). Only one is trained.
     _write_checkpoint(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
