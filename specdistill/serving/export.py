@@ -370,7 +370,8 @@ def list_measured_fields(
     dtype = None if engine.get("name") == "llama.cpp" else dtype
 
     # Read the number of GPUs from the command that started the engine: vLLM has
-    # --tensor-parallel-size, SGLang --tp-size. Then find the best K at the measured load.
+    # --tensor-parallel-size, SGLang --tp-size. Then find the best K at the measured load, which is
+    # that of the first row of the results.
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
     k_by_load = {length.batch_size: length.k for length in lengths}
     best_k = k_by_load[report_keys["results"][0]["batch_size"]] if k_by_load else None
@@ -509,7 +510,7 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
             reasons = phrases.describe_failed_rules(report)
             caveats.append(escape_markdown(f"Its gate: {verdict}. {reasons}"))
 
-    # A draft that slows decoding down.
+    # A draft that slows decoding down. A row without a measured speedup is no reason against it.
     if row.get("speedup", 1) < 1:
         caveats.append(
             escape_markdown(

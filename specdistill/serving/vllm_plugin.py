@@ -248,6 +248,7 @@ def look_up_tokens(
         k: the most tokens to look up.
         config: the settings of the lookup.
     """
+    # `length` is the number of tokens of the row in vLLM's batch, without draft tokens.
     batch = runner.input_batch
     for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
         request = runner.requests[name]

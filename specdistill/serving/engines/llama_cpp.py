@@ -110,7 +110,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
     Raises:
         UserError: if `eval.llama_cpp.ctx_size` is too small for the slots.
     """
-    # Find the options that the recipe sets, and the number of slots: the most requests at once.
+    # Find the options that the recipe sets, and the number of slots: the most requests at once. The
+    # keys in `FILES` name GGUF files, which `serve_arguments` passes on.
     recipe_options = {
         name: value
         for name, value in vars(config.llama_cpp).items()
@@ -119,7 +120,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
     max_concurrency = max([config.concurrency, *config.sweep.concurrency])
     num_slots = recipe_options.get("parallel", max_concurrency)
 
-    # llama.cpp divides the context among the slots, and leaves two tokens of each slot free.
+    # llama.cpp divides the context among the slots, and leaves two tokens of each slot free. It
+    # rounds the size of a slot up to a multiple of CONTEXT_STEP.
     slot_size = math.ceil((longest + 2) / CONTEXT_STEP) * CONTEXT_STEP
     context_size = num_slots * slot_size
     if recipe_options.get("ctx_size", context_size) < context_size:
