@@ -366,10 +366,10 @@ def format_recipe(recipe: Section | dict[str, object], *, public: bool = False) 
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    """Read the YAML file of a recipe.
+    """Read the YAML file of a recipe. An empty file gives a config without keys.
 
     Raises:
-        UserError: if the file cannot be read, contains a secret, or has no keys.
+        UserError: if the file cannot be read, contains a secret, or holds anything but keys.
     """
     with convert_errors(
         (yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"

@@ -446,7 +446,8 @@ def serve_md(
         findings: the findings of the check of the draft against its target.
         engines: a sentence about which engines serve such a draft; empty if all of them do.
     """
-    # Fill the dtype and the tokens of one sequence and of four sequences into the engine's flags.
+    # Fill the dtype and the tokens of one sequence into the engine's flags, and those of four
+    # sequences, which stand for several requests at once.
     assert engine.serve_command is not None
     values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]

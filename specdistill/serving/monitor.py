@@ -192,7 +192,7 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
     """
     # In each part, the rounding error of a counter may be at most the share MAX_BLUR of its growth.
     # Find how much longer than `seconds` to watch, so that this holds for the counters of drafts
-    # and of draft tokens.
+    # and of draft tokens. For a counter that did not grow at all, no factor is known to be enough.
     needed_factor = 0.0
     for name in client.drafting[:2]:
         growth = pages[-1][name] - pages[0].get(name, 0.0)

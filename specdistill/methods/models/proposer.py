@@ -340,7 +340,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         room. The tree's nodes leave the cache at the end, so accepted ones are fed again in the
         next round.
         """
-        # Feed each row the tokens that its cache lacks.
+        # Find the tokens that each row's cache lacks. A row whose text the draft cannot write has
+        # none; if all rows are like this, nothing is drafted.
         feeds, depths = self._read_new_tokens(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)
@@ -365,7 +366,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 rows_BT: [B, T], the index of each node's parent in the level before.
             """
             nonlocal step
-            # With masks, all nodes of a level have the same logits, which are known already.
+            # With masks, all nodes of a level have the same logits, which are known already:
+            # `levels` counts the calls, and so the levels. Without masks, run all T nodes of each
+            # row, none of which is padding.
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.add_level(rows_BT)

@@ -110,9 +110,9 @@ def match_vocabularies(
         ids and the numbers of logits are the same.
 
     Raises:
-        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, if they share no
-            token at all, or for a replacement whose text is no token of the target, whose draft
-            tokens have no logits, or that is given although the tokenizers are the same.
+        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, or if they share
+            no token at all. Also for a replacement whose text is no token of the target, or whose
+            draft tokens have no logits, and for any replacement if the tokenizers are the same.
     """
     # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
@@ -268,7 +268,8 @@ def check_rows(
     Raises:
         UserError: for tokens without a row.
     """
-    # A token whose id is not below the number of rows would be an index error in the embedding.
+    # A token whose id is not below the number of rows would be an index error in the embedding. The
+    # chat template may be None, or a dict of several ones, so it is searched as a text.
     tokens_without_row = {
         token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows
     }

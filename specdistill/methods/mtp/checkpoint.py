@@ -603,6 +603,7 @@ def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> d
     """
     # Find the source of each repeated tensor in the checkpoint. It may have one of several names:
     # a tied LM head, for example, is stored as the embedding only. The first name found is used.
+    # Names may have further parts before these, such as `model.`, so the ends are compared.
     sources = {}
     for copy, ends in naming.copies.items():
         matching_names: list[str] = []

@@ -226,8 +226,9 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     # when the next request is sent.
     server.session.headers["Connection"] = "close"
 
-    # /slots says whether the server drafts, but not how many tokens. Its answer is a list, which is
-    # wrapped into an object so that it can be parsed.
+    # /slots says whether the server drafts, but not how many tokens. A server that drafts, but has
+    # no counters of positions yet, hides its K. The answer of /slots is a list, which is wrapped
+    # into an object so that it can be parsed.
     props = server.json("/props", Props)
     response = server.ask("/slots", hint="start llama-server without --no-slots")
     slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
@@ -272,7 +273,8 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
     one round ends between two parts, and the growth of both numbers belongs to this round. If the
     number of draft tokens grows by more than K, several rounds have ended. How they share the
     accepted tokens is unknown, so the last rounds are assumed to have accepted as many as they
-    could. Accepted tokens after the end of the completion are not counted.
+    could: with K = 4, for 8 draft tokens of which 5 were accepted, 4 in the last round and 1 in the
+    round before. Accepted tokens after the end of the completion are not counted.
 
     Args:
         response: the answer, a stream of server-sent events.
