@@ -62,7 +62,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _select_keys_of_variants(cls, values: object) -> object:
-        """Write into the values which variant each inner section is.
+        """Write into the values which variant each inner section is; pydantic calls this first.
 
         A section has several variants (classes with different keys) if one of its keys decides
         which other keys there are. With the choice in the values, pydantic checks them against one

@@ -67,30 +67,25 @@ def export(
     """Write a draft into a new folder that an inference engine can load, with SERVE.md in it.
 
     SERVE.md says how to serve the draft with this engine. The draft itself may be in the layout
-    (names of files, tensors and keys) of any project that specdistill reads.
+    (names of files, tensors and keys) of any project that specdistill reads. The facts that the
+    commands in SERVE.md are built from are returned.
 
     Args:
         draft: the folder of the draft.
-        engine: the name of the engine, e.g. `vllm`. It must have a `serve_command`.
+        engine: the name of an engine that has a `serve_command`, e.g. `vllm`.
         output_dir: the new folder.
-        target: the draft's target. It is needed if the engine's layout contains a part of the
-            target (`mtp`, speculators), or if a draft in another project's layout lacks a part
-            that the target has. If it is given, the draft must belong to it.
-        report: the draft's report.json. None: `report/report.json` next to the draft's folder, if
-            `finds_report`.
-        num_speculative_tokens: K in the commands, draft tokens per round. None: K of the report.
-        finds_report: whether to look for the report if `report` is None.
+        target: the draft's target. It is needed if the engine's layout contains a part of it
+            (`mtp`, speculators), or if a draft in another project's layout lacks such a part.
+        report: the draft's report.json; None: see `finds_report`.
+        num_speculative_tokens: K in the commands; None: K of the report.
+        finds_report: whether to look for the report next to the draft's folder.
         merges: whether to merge the target's adapter, if it has one, into a copy of the target in
-            the folder `<output_dir>-target`. The commands then serve this copy.
-        logs: whether to log the warnings of the check of the draft against its target. SERVE.md
-            has the warnings in any case.
-
-    Returns:
-        The facts that a command to serve the draft is built from.
+            `<output_dir>-target`, which the commands then serve.
+        logs: whether to log the warnings that SERVE.md has, too.
 
     Raises:
-        UserError: before anything is written, for a draft that is not complete, and for what the
-            engine cannot express.
+        UserError: before anything is written, for a draft that is not complete or does not belong
+            to the target, and for what the engine cannot express.
         ResourceError: if the Hub or the disk fails.
     """
     # Check the draft, the engine and the target before anything is written.
@@ -308,7 +303,7 @@ def check_engines(
 
 @contextmanager
 def _report_engine_key(key: str) -> Iterator[None]:
-    """Let a UserError of the block name a recipe key instead of the argument `engine`.
+    """Let a UserError of a `with` block name a recipe key instead of the argument `engine`.
 
     Args:
         key: the recipe key that names the engine, e.g. publish.exports[0].

@@ -92,22 +92,12 @@ def match_vocabularies(
     token_replacements: Mapping[str, str] = MappingProxyType({}),
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
-    """Match the tokens of a draft with those of its target.
+    """Match the tokens of a draft with those of its target, and return those that both hold.
 
-    Args:
-        target_tokenizer: the target's tokenizer.
-        target_vocab_size: the width of the target's logits.
-        draft_tokenizer: the draft's tokenizer.
-        draft_vocab_size: the width of the draft's logits.
-        heterogeneous_vocab: whether the vocabularies may differ; None for a command that has no
-            such key.
-        token_replacements: the text of target tokens, each with the text that the draft writes in
-            its place.
-        key: the recipe key of the draft, which errors name.
-
-    Returns:
-        The tokens that both vocabularies hold. None if no translation is needed, because all token
-        ids and the numbers of logits are the same.
+    The vocabulary sizes are the widths of the logits. None is returned if no translation is needed,
+    because both sizes and all token ids are the same. `heterogeneous_vocab` says whether the
+    vocabularies may differ; it is None for a command that has no such key. `token_replacements`
+    holds texts of target tokens, each with the text that the draft writes in place of the token.
 
     Raises:
         UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, or if they share

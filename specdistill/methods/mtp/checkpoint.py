@@ -261,18 +261,14 @@ def check_mtp(
     The shapes of the decoder layer inside are not checked, because only the target's own class
     knows them.
 
-    Args:
-        folder: the folder that holds config.json.
-        tensors: the tensors by name. Only names and shapes are read, so they may be on the meta
-            device.
-        target: the target's files. Without a target (None) nothing is checked.
-        key: the recipe key that errors name.
-        name: what errors call the draft.
+    Only names and shapes of the tensors are read, so they may be on the meta device. `key` is the
+    recipe key that errors name, and `name` what they call the draft.
 
     Raises:
         UserError: if the draft is for another target, or if tensors are unknown, missing or of
             another shape.
     """
+    # Names and shapes depend on the target. Without one nothing can be checked.
     if target is None:
         return
 
