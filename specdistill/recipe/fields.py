@@ -319,8 +319,8 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
     # A recipe that was recorded in a run lists the keys of all variants. Leave out those of other
-    # variants that have their defaults. Also leave out a required key of this variant if it is
-    # null: so it is recorded for other variants. pydantic then reports it as missing.
+    # variants that have their defaults. A required key of this variant is null in the record of
+    # another variant. The null is left out, too, so that pydantic reports the key as missing.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields

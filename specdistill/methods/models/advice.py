@@ -45,8 +45,9 @@ class ModelAdvice(Advice[PreTrainedModel]):
                 the target's class and the sizes in the settings. If the settings name no size, it
                 has `MIN_LAYERS` layers (or the target's only one) as large as the target's.
         """
-        # Take the existing draft, or build the target's class in another shape. Unless its weights
-        # are fresh (`scratch`), layers of the target are copied, which must then be like Llama's.
+        # Take the existing draft, or build the target's class in another shape. Unless a recipe
+        # asks for fresh weights (`scratch`), layers of the target are copied, and only layers like
+        # Llama's can be.
         if draft_info:
             model = draft_info.model
         else:
