@@ -76,12 +76,12 @@ def export(
         output_dir: the new folder.
         target: the draft's target. It is needed if the engine's layout contains a part of it
             (`mtp`, speculators), or if a draft in another project's layout lacks such a part.
-        report: the draft's report.json; None: see `finds_report`.
+        report: the draft's report.json. None: the one next to the draft, if `finds_report`.
         num_speculative_tokens: K in the commands; None: K of the report.
-        finds_report: whether to look for the report next to the draft's folder.
+        finds_report: whether to look there for a report that is not given.
         merges: whether to merge the target's adapter, if it has one, into a copy of the target in
             `<output_dir>-target`, which the commands then serve.
-        logs: whether to log the warnings that SERVE.md has, too.
+        logs: whether to log the warnings of the checks, which SERVE.md has in any case.
 
     Raises:
         UserError: before anything is written, for a draft that is not complete or does not belong
