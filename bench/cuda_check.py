@@ -440,7 +440,7 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
         # Only the target is compiled. The stand-in for an objective has no layers.
-        ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
+        ledger.compile(target, SimpleNamespace(layers=(), compute_row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
             run_target_pass(target, check_aux_layers(None, target.num_layers), batch)
     return format_counts(ledger)
