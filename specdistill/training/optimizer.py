@@ -41,8 +41,9 @@ class SharedMuon(torch.optim.Muon):
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
 
-        # Update the momentum of the other processes' matrices, as torch's Muon does in those
-        # processes. The momentum of this process's matrices is updated by torch's step below.
+        # Every process keeps the momentum of all matrices. Update it for the other processes'
+        # matrices with the formula of torch's Muon. For the matrices of this process, torch's step
+        # below updates it.
         other_matrices: list[Tensor] = []
         for owner, share in enumerate(shares):
             if owner != rank:

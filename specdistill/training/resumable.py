@@ -92,7 +92,8 @@ class ResumableTrainer(Trainer):
         sampler = kwargs["train_dataloader"].batch_sampler
 
         # A run that resumes within an epoch skips batches with a wrapper around the sampler, and
-        # accelerate does not set the epoch of the sampler inside the wrapper. So it is set here.
+        # accelerate does not set the epoch of the sampler inside the wrapper. So it is set here. A
+        # sampler whose order is the same in every epoch has no `set_epoch`.
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
@@ -223,8 +224,8 @@ class Stopping(TrainerCallback):
             self.received = number
             self.received_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # os.write instead of print, because the signal may have interrupted a print, which
-                # cannot be entered twice.
+                # The first process prints for all. It uses os.write instead of print, because the
+                # signal may have interrupted a print, which cannot be entered twice.
                 os.write(
                     2,  # stderr
                     f"{signal.Signals(number).name}: saving after this step; a second signal ends"
@@ -241,6 +242,7 @@ class Stopping(TrainerCallback):
         Some launchers do not pass a signal on to the processes that they started. When such a
         launcher ends, this process gets another parent process.
         """
+        # `launcher` is the parent process at the start; None for a process without a launcher.
         return self.received is not None or self.launcher not in (None, os.getppid())
 
     def on_step_end(
@@ -289,9 +291,11 @@ class Stopping(TrainerCallback):
         """Read the findings of all steps but the last, and stop the run if they ask for it.
 
         The findings of a step are two counts of processes: those that were asked to stop, and those
-        whose loss is not finite. The findings of the last step are read, too, if its weights are
-        about to be saved or evaluated. Otherwise they are read one step later, so that the CPU does
-        not wait for the device.
+        whose loss is not finite.
+
+        The findings of the last step are read one step later, so that the CPU does not wait for the
+        device. They are read at once if the weights are about to be saved or evaluated. This is
+        also the case for a run that stops, because it saves first.
         """
         uses_weights = (
             control.should_save or control.should_evaluate or control.should_training_stop
@@ -331,7 +335,7 @@ class Stopping(TrainerCallback):
     def _stop_if_not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
         """Write a file with the rows whose loss was not finite, and end the run by an error.
 
-        Every process calls this after the same step.
+        Every process calls this after the same step, because the rows are gathered from all.
 
         Args:
             step: the step in which the loss was not finite.
@@ -378,7 +382,8 @@ class Stopping(TrainerCallback):
             # The rows are a stream without numbers, as when the small target `pico` is trained.
             return [[] for _ in step.losses]
 
-        # Find the epoch of the step, and the step's place in it.
+        # Find the step's epoch, and its place in the epoch; steps are counted from 1. An epoch's
+        # last step may have fewer batches, so the number of steps in an epoch is rounded up.
         epoch, index = divmod(step.number - 1, math.ceil(num_batches / step_batches))
         loader.set_epoch(epoch)
         first = index * step_batches

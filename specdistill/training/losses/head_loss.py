@@ -268,7 +268,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         arguments are those of `compute_head_loss`.
         """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
-        # the logits of a block.
+        # the logits of a block. In `tensors`, each product has first its rows, then its weight.
         num_positions, num_rows, _ = tensors[0].shape
         dtype = _get_product_dtype(tensors[1])
         buffer_rows = num_positions * min(block_size, num_rows)
