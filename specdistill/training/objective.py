@@ -151,8 +151,8 @@ def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
     Args:
         x_BTD: states of a batch: B rows of T positions, each of size D.
         positions: positions in the flattened batch [B T], of any shape.
-        by: how many positions before. A position before the beginning of the batch is replaced by
-            its first position.
+        by: how many positions before. Where the batch has no such position, the first position of
+            the batch is taken.
 
     Returns:
         The states, [*positions.shape, D].
@@ -308,6 +308,7 @@ class Objective(nn.Module):
                 got=f"true with layers of {type(self.layers[0]).__name__}",
                 expected=f"layers with an MLP, in an attribute named {' or '.join(names)}",
             )
+        # Replace the forward of each MLP by one that calls it through torch's `checkpoint`.
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
@@ -319,8 +320,9 @@ class Objective(nn.Module):
         Args:
             target: the target.
             inputs: the prepared batch. If features are read from a store and not computed by the
-                target, it has an entry `features`, one tensor of A auxiliary layers and the last
-                layer [B, A + 1, T, D]. The returned `features` replace this entry.
+                target, the batch has an entry `features`: one tensor [B, A + 1, T, D] with the
+                hidden states of A auxiliary layers and of the last layer. The returned `features`
+                replace this entry.
         """
         return self.read_target_outputs(target, inputs, inputs["loss_positions"])
 
@@ -450,9 +452,11 @@ class StepSums:
             measured: correct and accepted [K, R], if they are measured. They are zero where there
                 is no loss.
             by_chain: rearranges values [K, R] as the values [K, S] of S chains, so that each column
-                holds the K consecutive draft tokens of one chain.
+                holds the K consecutive draft tokens of one chain. By default, each column is a
+                chain already.
         """
-        # In the order of the attributes: sums over tokens first, then sums over chains.
+        # In the order of the attributes: sums over tokens first, then sums over chains. For
+        # `has_loss_KR` the sum over chains is the number of chains that reach a position.
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
         chain_sums = []
         if measured:
@@ -488,9 +492,11 @@ def arrange_in_chains(
         shape: [B, T] of the batch.
         num_positions: K.
         values_1R: one value for each loss token, e.g. 1 if the draft predicts it correctly, else 0.
+            The first dimension is that of drafted positions, of which this draft trains only one.
     """
     # Write each value to the position that predicts it: the one before the loss token. Then read K
-    # consecutive positions.
+    # consecutive positions. `loss_positions_R` is padded with 0, for which there is no position
+    # before. The padding has the value 0, so adding it to any position has no effect.
     roots_R = (loss_positions_R - 1).clamp_min(0)
     values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
     return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)])

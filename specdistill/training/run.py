@@ -192,7 +192,8 @@ class TrainingRun:
             UserError: if the run is resumed, and was started with other facts.
         """
         # Lock the folder, because only one run may write into it. One process locks the folder, and
-        # the others wait until it has.
+        # the others wait until it has. If an earlier run was killed there, a warning suggests to
+        # lower the key `saves_memory`.
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(
@@ -338,7 +339,8 @@ class TrainingRun:
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
 
-            # Remove what an interrupted save left, before any process saves. Then train.
+            # Remove what an interrupted save left, before any process saves. Then train. With a
+            # large vocabulary, `map_large_tensors` keeps freed logits from filling the memory.
             if self.arguments.should_save:
                 shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
             all_gather_object(None)  # a barrier
@@ -402,6 +404,7 @@ def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
 
     The inputs are the target and the sources of the data.
     """
+    # The recipe that trains the small target pico has neither section.
     target = getattr(recipe, "target", None)
     data = getattr(recipe, "data", None)
     if target is not None and TARGET_IS_ON_HUB.holds(target) and target.revision is None:
@@ -490,4 +493,5 @@ def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[s
         train = {name: value for name, value in train.items() if name not in irrelevant_keys}
     target = dict(recipe.get("target") or {})
     target.pop("cache", None)
+    # `publish` is null in every returned recipe, so it never differs.
     return {**recipe, "target": target, "train": train, "publish": None}
