@@ -189,6 +189,7 @@ def find_backbone(model: PreTrainedModel) -> nn.Module:
     Raises:
         LookupError: if no module has such a list.
     """
+    # Some classes return the model itself from `get_decoder`, which is not only the backbone.
     for part in (model.get_decoder(), *model.children()):
         if part is not model and find_layer_lists(model, part):
             module: nn.Module = part
@@ -319,7 +320,8 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
     x = x.flatten()
     y = y.flatten().double()
     # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. If there is a
-    # cap, the largest logit is equal to it.
+    # cap, the largest logit is equal to it. `finish` does not use the head's linear layer, so it is
+    # None here.
     scale = _round_to_one(float(y[0] / x[0]))
     largest_logit = float(y.abs().max())
     for cap in (None, largest_logit):

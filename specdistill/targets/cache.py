@@ -86,6 +86,7 @@ def _append_positions(
     Returns:
         The buffer, or its longer copy.
     """
+    # transformers sets keys and values to None until a layer is initialized, which it is by now.
     assert shown is not None
     end = num_held + new.shape[-2]
     # Allocate a longer buffer if there is none, or if the new positions do not fit. A batch that
@@ -173,4 +174,5 @@ def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             # Crop only keys and values. The state is restored below.
             DynamicLayer.crop(layer, -count)
+        # The saved state of a layer that was cropped as a whole is empty.
         vars(layer).update(state)

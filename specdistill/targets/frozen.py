@@ -619,7 +619,8 @@ def _divide_value(value: Any, name: str, divisor: int) -> Any:
     """
     if isinstance(value, dict):
         return {key: _divide_value(part, str(key), divisor) for key, part in value.items()}
-    # Token ids (keys with `token_id` or `token_ids`) could be outside the divided vocabulary.
+    # Token ids (keys with `token_id` or `token_ids`) could be outside the divided vocabulary. A
+    # divisor of 1 keeps the vocabulary, and so the ids.
     if divisor > 1 and "token_i" in name and value is not None:
         return [0] if isinstance(value, list) else 0
     if isinstance(value, list) and name.endswith("_section"):

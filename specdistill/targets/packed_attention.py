@@ -66,7 +66,7 @@ def attend_packed(
         The output [S, N, e], and the log-sum-exp of the scores [N, S], in the dtype that
         `choose_wide_dtype` returns.
     """
-    # Pad the heads to one size, as the kernels need it.
+    # Pad the heads to one size, as the kernels need it. The scale is that of the size before.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _align_heads(query_SNd, key_SGd, value_SGe)
 
@@ -112,8 +112,9 @@ def attend_packed_backward(
         query_SNd: [S, N, d].
         key_SGd: [S, G, d], with G key/value heads.
         value_SGe: [S, G, e].
-        output_SNe: [S, N, e], the output. Its softmax may be over more keys than these.
-        lse_NS: [N, S], the log-sum-exp of the scores of the same softmax as the output.
+        output_SNe: [S, N, e], the output. The caller may have computed its softmax over further
+            keys, too. The gradient of the query is then the part that comes from `key_SGd`.
+        lse_NS: [N, S], the log-sum-exp of all scores of that softmax.
         cumulative_lengths: where each document begins, then S, as in `attend_packed`.
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; None for all up to itself.
@@ -122,7 +123,7 @@ def attend_packed_backward(
     Returns:
         The gradients [S, N, d], [S, G, d] and [S, G, e].
     """
-    # Pad the heads to one size, as the kernel needs it.
+    # Pad the heads to one size, as the kernel needs it. The scale is that of the size before.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     grad, query, key, value, output = _align_heads(
         grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe
@@ -418,14 +419,16 @@ def _list_kernel_arguments(
     `torch.nn.attention.varlen` calls the kernel in the same way.
     """
     # Queries and keys have the same boundaries and the same greatest length, and there is no
-    # dropout. The last argument is causality, which a window implies.
+    # dropout (0.0). The last argument asks for causality. With a window it is False, because a
+    # window that ends at the token itself is causal already.
     arguments = (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None)
     return arguments, {"scale": scale, **_convert_window(window)}
 
 
 def _convert_window(window: int | None) -> dict[str, int]:
     """Return the kernel's options for a sliding window, which does not count the token itself."""
-    # -1: no window. On the right, which is after the token, nothing is seen.
+    # The options are the numbers of tokens seen to the left (-1 for all) and to the right (none,
+    # because these come later).
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
@@ -501,6 +504,7 @@ def _attend_block(
         The output [G, N / G, rows, d] and the log-sum-exp [G, N / G, rows].
     """
     # A CPU's kernel needs keys and values for every query head; `expand` copies nothing.
+    # There is no dropout (0.0). Without a bias the kernel applies causality itself.
     if _has_fused_kernel(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(

@@ -192,8 +192,9 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         last_hidden: Tensor = backbone(**backbone_inputs, use_cache=False).last_hidden_state
         return last_hidden
 
-    # The last document of each row must have the hidden states that it has without the documents
+    # The last document of each row must have the hidden states that it has without the document
     # before it. Autocast is off, because its rounding would look like one document seeing another.
+    # `run_in_one_row` returns one long row, so all hidden states are viewed as two rows.
     with torch.autocast(model.device.type, enabled=False):
         alone_hidden = run({"input_ids": ids_BT[:, NUM_CACHED:]})
         for method in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
@@ -315,6 +316,7 @@ AttentionMaskInterface.register(NAME, capture_mask)
 @contextmanager
 def replace_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
     """Make the models of these configs use `attend` instead of `sdpa` while the block runs."""
+    # The configs had `sdpa` before (see `find_sdpa_configs`).
     try:
         for config in configs:
             # A dictionary sets only the config's own attention, not that of configs within it.
