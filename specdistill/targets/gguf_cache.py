@@ -125,8 +125,8 @@ def _convert(
     with create_folder(folder, key="target.cache") as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        # The file is not needed: the only settings of generation in a GGUF file are its end tokens,
-        # which config.json has, too.
+        # generation_config.json is not needed: the only settings of generation in a GGUF file are
+        # its end tokens, which config.json has, too.
         (partial / "generation_config.json").unlink(missing_ok=True)
 
 

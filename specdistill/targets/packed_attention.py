@@ -71,7 +71,7 @@ def attend_packed(
     query, key, value = _align_heads(query_SNd, key_SGd, value_SGe)
 
     if _has_one_kernel(query):
-        # One call of a GPU's kernel computes all documents.
+        # One call of a GPU's kernel computes all documents. It returns no debug mask (False).
         packing, options = _list_kernel_arguments(cumulative_lengths, longest, window, scale)
         output, lse, *_ = aten._flash_attention_forward(
             query, key, value, *packing, False, **options
@@ -213,9 +213,9 @@ def attend_cached(
 ) -> Tensor:
     """Compute causal attention of T new positions to all S positions of a KV cache.
 
-    The new positions are the last of the S. A mask [T, S] is only built if neither a GPU's kernel
-    nor plain causality will do, because with a mask torch repeats keys and values for every query
-    head.
+    The new positions are the last of the S. With a mask [T, S], torch would repeat keys and values
+    for every query head, so a mask is avoided in two cases. A GPU's kernel computes causality and
+    windows itself. And if nothing is cached and the window holds all, plain causality is enough.
 
     Args:
         query_1NTd: [1, N, T, d], with N query heads of size d.
@@ -235,7 +235,8 @@ def attend_cached(
         *(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe))
     )
 
-    # A GPU's kernel computes causality and windows itself.
+    # A GPU's kernel computes causality and windows itself. There is one sequence, so no boundaries
+    # are given (None).
     if _has_one_kernel(query):
         output, *_ = aten._flash_attention_forward(
             query,

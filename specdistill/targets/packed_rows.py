@@ -256,9 +256,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within documents. A model class of transformers calls this.
 
-    The mask describes what `sdpa` would compute, and the keywords describe what flash attention
-    would compute. If the windows of both differ, as for attention in chunks, neither is right, so
-    this function refuses.
+    The class describes its attention twice: by a mask, which `sdpa` would use, and by keywords,
+    which flash attention would use. If the mask has another window than the keywords, as for
+    attention in chunks, the class needs more than a sliding window, so this function refuses.
 
     Args:
         module: the attention module that calls this.

@@ -306,7 +306,7 @@ def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserErr
     Returns:
         An error that names the field; None if several fields conflict.
     """
-    # All messages about several fields are known.
+    # EXCLUSIVE_FIELDS knows all messages about several fields.
     message = str(error)
     if any(part in message for part in EXCLUSIVE_FIELDS):
         return None

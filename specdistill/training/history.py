@@ -134,6 +134,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     Raises:
         UserError: naming `key`, for a history that cannot be read.
     """
+    # Histories that earlier versions wrote may hold NaN.
     folder = draft_folder.resolve()
     path = folder.parent / HISTORY
     if folder.name != "draft" or not path.is_file():

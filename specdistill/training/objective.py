@@ -88,6 +88,7 @@ class SoftTargets:
         """
         # The hidden state at the position before a token predicts that token.
         hidden_RD = gather_before(last_hidden_BTD, loss_positions, 1)
+        # For a draft with all tokens, the whole head is also the pruned one, and needs no ids.
         if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, prune_head(head, ids_W), temperature)
@@ -116,7 +117,8 @@ class SoftTargets:
             mass_r = torch.ones_like(top1_r, dtype=torch.float32)
             return TargetDistributions(logits_rV.softmax(-1), mass_r, top1_r)
 
-        # Renormalise over the draft's tokens. Their mass is the ratio of the two normalisers.
+        # Renormalise over the draft's tokens. Their mass is the ratio of two sums of exp(logit):
+        # over the draft's tokens, and over all tokens.
         logits_rW = logits_rV.index_select(-1, self.ids_W)
         probs_rW = logits_rW.softmax(-1)
         mass_r = (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp()
@@ -281,7 +283,8 @@ class Objective(nn.Module):
     def scale_output(self, factor: float) -> None:
         """Multiply the logits of a freshly initialized draft by a factor.
 
-        Where a draft's parts cannot do that exactly, they do it approximately.
+        With a factor below 1 the draft guesses more evenly, so that it does not begin with a large
+        loss. The draft scales some of its own weights. Not every draft can do this exactly.
         """
         self.draft.scale_output(factor)
 

@@ -116,8 +116,9 @@ class ResumableTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
         """Return whether an evaluation is the best so far, as the Trainer does.
 
-        If the best draft is loaded at the end of training, also ask for a checkpoint now, even if
-        `train.save_steps` asks for none at this step.
+        The best draft is loaded from its checkpoint at the end of training, if the recipe asks for
+        it. So for a best evaluation also ask for a checkpoint now, even if `train.save_steps` asks
+        for none at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
@@ -266,7 +267,8 @@ class Stopping(TrainerCallback):
         local_findings_2 = torch.stack([is_asked, ~is_finite]).long()
         findings_2 = self.trainer.accelerator.reduce(local_findings_2, "sum")
 
-        # Copy the counts to the CPU without waiting for the device.
+        # Copy the counts to the CPU without waiting for the device. The event `copied` will tell
+        # when the copy is done.
         cpu_findings_2 = findings_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
         copied = torch.cuda.current_stream().record_event() if findings_2.is_cuda else None
         self.unread.append(EndedStep(state.global_step, losses, cpu_findings_2, copied))

@@ -334,8 +334,8 @@ class TrainingRun:
                 key=lambda callback: callback is trainer.stopping
             )
 
-            # Of a resumed run, move the begin back by the seconds that it had trained before (NaN
-            # if unknown), so that its time includes them.
+            # A resumed run has trained for some seconds before (NaN if unknown). Move its beginning
+            # back by them, so that its wall time includes them.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
 

@@ -164,8 +164,8 @@ class DistillationTrainer(ResumableTrainer):
 
         The count (`num_items_in_batch`) is that of all micro-batches and processes of the step.
         Nothing else divides the loss. Data parallelism averages gradients over processes, so the
-        sum is multiplied by their number. The step's gradient is then the same however the step's
-        rows were divided into micro-batches and processes.
+        sum is multiplied by the number of processes. The step's gradient is then the same however
+        the step's rows were divided into micro-batches and processes.
         """
         total, sums = self._sum_losses(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
@@ -323,7 +323,8 @@ class DistillationTrainer(ResumableTrainer):
         if not self.args.should_save or (self.is_sharded and not state_dict):
             return
 
-        # Save the Trainer's file. Tied weights are saved only once.
+        # Save the Trainer's file. Tied weights are saved only once: their other names are listed in
+        # `_keys_to_ignore_on_save`.
         state = self.objective.state_dict() if state_dict is None else state_dict
         repeated_names = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
         kept_state = {name: tensor for name, tensor in state.items() if name not in repeated_names}

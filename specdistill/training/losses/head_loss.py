@@ -56,9 +56,11 @@ def compute_head_loss(
     """Compute the weighted sum of the losses of R rows through an output head, block by block.
 
     The logits of all rows never exist at once. The gradient reaches the rows and the head's weight
-    and bias. The K drafted positions of a row share one target, as the steps of an unroll that
-    predict the same token do. Positions that each have their own target are given as rows, with
-    K = 1.
+    and bias.
+
+    A row has K hidden states, one for each drafted position, which are compared with the same
+    target. For example, K steps of an unroll all predict one token. If each position has a target
+    of its own, each is a row of its own, and K is 1.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.
