@@ -312,8 +312,8 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
         y: the logits that the class computes from these numbers.
 
     Returns:
-        The scale and the cap. The cap is None if y = scale · x. None instead of both if the class
-        computes another function.
+        A pair of the scale and the cap, in which the cap is None if y = scale · x. If the class
+        computes any other function, None is returned instead of a pair.
     """
     if x.shape != y.shape:
         return None

@@ -75,7 +75,7 @@ def _append_positions(
     """Write new positions into a buffer of keys or values, and return the buffer.
 
     If the new positions do not fit, they are written into a longer copy of the buffer. B is the
-    number of sequences, G that of key/value heads, and d their size.
+    number of sequences, G the number of key/value heads, and d the size of a head.
 
     Args:
         buffer: [B, G, room, d], with room for S positions or more; None before the first pass.

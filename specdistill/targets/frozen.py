@@ -264,7 +264,7 @@ class FrozenTarget:
     def eos_token_ids(self) -> frozenset[int]:
         """The ids of the tokens that end a generation.
 
-        They are those of the generation config. If it names none, those of the model's config.
+        The generation config names them. If it names none, the model's config does.
         """
         generation = self.model.generation_config
         return frozenset(end_tokens(self.config if generation.eos_token_id is None else generation))

@@ -66,7 +66,8 @@ def attend_packed(
         The output [S, N, e], and the log-sum-exp of the scores [N, S], in the dtype that
         `choose_wide_dtype` returns.
     """
-    # Pad the heads to one size, as the kernels need it. The scale is that of the size before.
+    # Pad the heads to one size, as the kernels need it. The default scale depends on the size
+    # without padding, so it is computed first.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _align_heads(query_SNd, key_SGd, value_SGe)
 
@@ -123,7 +124,8 @@ def attend_packed_backward(
     Returns:
         The gradients [S, N, d], [S, G, d] and [S, G, e].
     """
-    # Pad the heads to one size, as the kernel needs it. The scale is that of the size before.
+    # Pad the heads to one size, as the kernel needs it. The default scale depends on the size
+    # without padding, so it is computed first.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     grad, query, key, value, output = _align_heads(
         grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe
@@ -436,8 +438,9 @@ def _convert_window(window: int | None) -> dict[str, int]:
 def _group_heads(x_SHd: Tensor, groups: int) -> Tensor:
     """Return a view [G, H / G, S, d] of heads [S, H, d], grouped by the key/value head they use.
 
-    S is the number of tokens, and H that of query heads, of which several share one of G key/value
-    heads. For keys and values H is G, so the second dimension is one.
+    S is the number of tokens, and d the size of a head. For queries, H is the number of query
+    heads, and each of the G key/value heads is shared by H / G of them. For keys and values H is G,
+    so the second dimension is one.
     """
     output: Tensor = x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     return output

@@ -178,7 +178,7 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         continues from one document into the next, and for ALiBi, which counts positions on.
     """
     # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after NUM_CACHED tokens,
-    # so each row packs two documents: one of NUM_CACHED tokens, and the rest.
+    # so each row packs two documents: the first NUM_CACHED tokens, and the remaining tokens.
     backbone = find_backbone(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
     inputs = {
@@ -264,7 +264,7 @@ def attend(
         module: the attention module that calls this.
         query_BNTd: [B, N, T, d]: B rows, N query heads, T positions, heads of size d.
         key_BGTd: [B, G, T, d], with G key/value heads; cached positions come before new ones.
-        value_BGTe: [B, G, T, e], likewise.
+        value_BGTe: [B, G, T, e], with values of size e for the same positions.
         attention_mask: the `CausalMask` that `capture_mask` returned.
         cu_seq_lens_q: where each document begins in the concatenated rows, then the end. None if
             the queries are the last positions of one sequence.

@@ -486,16 +486,16 @@ def arrange_in_chains(
 
     This is for a draft that predicts every token of the batch [B, T] from the token before it. So
     there are S = B T chains, one that starts at each position. The k-th value of a chain (from 0)
-    is that of the loss token k + 1 positions after its start, or zero if there is no loss token. A
-    chain does not continue into the next document, because the last token of a document predicts
-    nothing and has the value zero.
+    is the value of the token k + 1 positions after the start, or zero if that is no loss token. A
+    chain does not continue into the next document, because the first token of a document is no loss
+    token.
 
     Args:
         loss_positions_R: the positions of the R loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
         values_1R: one value for each loss token, e.g. 1 if the draft predicts it correctly, else 0.
-            The first dimension is that of drafted positions, of which this draft trains only one.
+            The first dimension counts drafted positions, of which such a draft trains only one.
     """
     # Write each value to the position that predicts it: the one before the loss token. Then read K
     # consecutive positions. `loss_positions_R` is padded with 0, for which there is no position

@@ -91,8 +91,8 @@ def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]
 def count_flops(matrix: Tensor) -> int:
     """Return the floating-point operations of one Newton-Schulz step of Muon on a matrix.
 
-    For a matrix X [short, long], the step computes three matrix products: A = X Xᵀ, A · A, and the
-    sum of both (with factors) times X.
+    For a matrix X [short, long], the step computes three matrix products: A = X Xᵀ, then A · A, and
+    then (b A + c A · A) X with constants b and c.
     """
     # A product of [m, n] and [n, p] takes 2 m n p operations.
     short, long = sorted(matrix.shape)

@@ -103,8 +103,8 @@ class ResumableTrainer(Trainer):
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """Finish as the Trainer does, but average `train_loss` over all processes.
 
-        The Trainer averages losses over processes only when it logs them. Without this method, the
-        losses of the steps after the last log would be those of this process alone.
+        The Trainer averages losses over processes only when it logs them. Without this method, each
+        process would use only its own losses for the steps after the last log.
         """
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]

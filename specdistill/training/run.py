@@ -258,7 +258,7 @@ class TrainingRun:
             )
 
     def _write_record(self, provenance: Mapping[str, object]) -> None:
-        """Write the recipe and the provenance of the run, and replace those of an earlier start.
+        """Write the recipe and the provenance of the run, in place of an earlier start's files.
 
         The files are written into the staging folder first, so that they are never half written.
         """
@@ -317,7 +317,7 @@ class TrainingRun:
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped, and save the draft.
 
-        The saved draft is that of the last step, or the best one if the recipe asks the Trainer to
+        The draft of the last step is saved, or the best draft if the recipe asks the Trainer to
         load it at the end. Only a DistillationTrainer has a draft.
         """
         with self.writer:

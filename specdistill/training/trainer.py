@@ -252,7 +252,7 @@ class DistillationTrainer(ResumableTrainer):
         """Log as the Trainer does, and add speed and memory to the log of a training loss.
 
         Tokens per second are the sum over all processes, without the time of evaluations and saves.
-        The peak memory is that of the process that needs most.
+        The peak memory is the largest of all processes.
         """
         # Logs without a loss are those of evaluations, and of the end of training.
         if "loss" in logs:

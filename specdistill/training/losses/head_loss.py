@@ -116,7 +116,7 @@ def compute_head_loss(
 
 
 def _get_product_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype that logits are computed in: that of autocast, else the weight's."""
+    """Return the dtype of logits: under autocast its dtype, otherwise the dtype of the weight."""
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -174,7 +174,7 @@ class _Product:
         """Compute the logits [K, b, W] of the b rows from start to stop, and return them.
 
         They are a view of the buffer, so the next call overwrites them. K is the number of drafted
-        positions, and W that of tokens.
+        positions, and W the number of tokens.
         """
         rows_KbH = self.rows_KRH[:, start:stop].to(self.weight_WH.dtype)
         self._block_rows = rows_KbH.flatten(0, 1)  # kept, because `add_gradients` needs it
