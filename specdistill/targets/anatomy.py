@@ -249,7 +249,10 @@ def _find_parts(
     head_outputs: list[Tensor] = []
 
     def replace_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Record the head's input, and return known numbers in place of its output."""
+        """Record the head's input, and return known numbers in place of its output.
+
+        The logits then show what the class computes from the output of its head.
+        """
         head_inputs.append(args[0])
         head_outputs.append(_build_powers_of_two(output))
         return head_outputs[0]

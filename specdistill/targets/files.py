@@ -273,6 +273,7 @@ def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) ->
     Raises:
         UserError: for a value of another type.
     """
+    # pydantic's message is "Input should be", followed by what is expected.
     try:
         return _build_adapter(kind).validate_python(config.get(name), strict=True)
     except ValidationError as error:

@@ -522,7 +522,7 @@ def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dic
     def keep_input(
         layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
-        """Keep the hidden states that a layer gets as its input."""
+        """Keep the hidden states that a layer gets, as first argument or as keyword."""
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:

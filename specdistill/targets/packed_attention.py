@@ -342,7 +342,10 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    """Count the floating-point operations of `attend_packed`, from the shapes of its arguments."""
+    """Count the floating-point operations of `attend_packed`, from the shapes of its arguments.
+
+    torch's flop counter calls this with shapes in place of tensors.
+    """
     # Two matrix products are counted: they compute the scores (width d) and the output (width e).
     return _count_products(query, longest, window, width=query[-1] + value[-1])
 
@@ -361,7 +364,10 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    """Count the operations of `attend_packed_backward`, from the shapes of its arguments."""
+    """Count the operations of `attend_packed_backward`, from the shapes of its arguments.
+
+    torch's flop counter calls this with shapes in place of tensors.
+    """
     # Five matrix products are counted: the scores, which are computed again (width d), the gradient
     # of the softmax weights (e), and the gradients of queries (d), keys (d) and values (e).
     return _count_products(query, longest, window, width=3 * query[-1] + 2 * grad[-1])

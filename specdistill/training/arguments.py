@@ -427,7 +427,8 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
     if not is_sharded():
         return
 
-    # FSDP: only the second version is supported, with whole state dicts.
+    # FSDP: only the second version is supported, with whole state dicts. If the variables are not
+    # set, accelerate takes the first version, and the second version divides state dicts.
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
         fsdp_version = os.environ.get("FSDP_VERSION", "1")

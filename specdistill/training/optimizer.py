@@ -35,7 +35,8 @@ class SharedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the matrices of this process, and receive those of the other processes."""
-        # Divide the matrices that have a gradient. Every process computes the same division.
+        # Divide the matrices that have a gradient. Every process computes the same division. All
+        # matrices are in one parameter group.
         rank, num_processes = find_rank_and_world_size()
         (group,) = self.param_groups
         matrices = group["params"]

@@ -241,7 +241,8 @@ class TrainingRun:
             name for name, value in facts.items() if old_facts.get(name, value) != value
         ]
 
-        # Every process must have read the old record before the first one overwrites it.
+        # Every process must have read the old record before the first one overwrites it, and
+        # gathering waits for every process.
         differing_keys = list(
             itertools.chain.from_iterable(all_gather_object(local_differing_keys))
         )

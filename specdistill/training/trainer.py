@@ -222,8 +222,8 @@ class DistillationTrainer(ResumableTrainer):
         with torch.random.fork_rng(enabled=self.state.global_step == 0):
             metrics = select_finite(super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
 
-        # Decode with the draft as it is saved for users. All processes get the first one's length;
-        # the 0.0 of the others is not used.
+        # Decode with the draft as it is saved for users, again without a change of the random
+        # numbers. All processes get the first one's length; the 0.0 of the others is not used.
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / STAGING_DIR / "measured"
             with saving(folder):
