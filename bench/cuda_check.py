@@ -442,7 +442,7 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
         ledger = LaunchLedger("cpu")
         # Only the target is compiled. The stand-in for an objective has no layers, and in place of
         # a loss any function, which is never called.
-        ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
+        ledger.compile(target, SimpleNamespace(layers=(), compute_row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
             run_target_pass(target, check_aux_layers(None, target.num_layers), batch)
     return format_counts(ledger)

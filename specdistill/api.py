@@ -429,7 +429,7 @@ def judge(
 def compare(
     target: str | Mapping[str, object], drafts: Sequence[str | os.PathLike[str]], **keys: object
 ) -> dict[str, Any]:
-    """Measure drafts for one target in one interleaved run, and rank them.
+    """Measure drafts for one target in turns, and rank them, as `specdistill compare` does.
 
     Args:
         target: the name of the target, or a recipe's section `target:` as a mapping.

@@ -29,6 +29,7 @@ from recipes.pico.recipe import TargetRecipe
 
 def main(recipe: TargetRecipe) -> None:
     """Train the small target pico, save it, and write its model card with measurements."""
+    # An item of the data sets is a whole batch of rows, so the Trainer's batch size is 1.
     run = TrainingRun.open(
         recipe,
         use_cpu=not torch.cuda.is_available(),
@@ -52,7 +53,8 @@ def main(recipe: TargetRecipe) -> None:
         train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist())))
     )
 
-    # Create the model, with eager attention: the CPU's fused kernel is slow for short rows.
+    # Create the model, with eager attention: the CPU's fused kernel is slow for short rows. Each
+    # length of rows is compiled by itself (dynamic=False).
     config = llama_config(tokenizer, **vars(recipe.shape))
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config)

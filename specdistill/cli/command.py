@@ -55,8 +55,8 @@ def run(
     The verbs of the command `specdistill` are run by `specdistill.cli.main` instead.
 
     Args:
-        main: the function of the script, which is called with the recipe. `--help` prints the
-            docstring of the module that defines this function.
+        main: the function of the script, which is called with the recipe. It returns an exit code,
+            or None for success. `--help` prints the docstring of the module that defines it.
         schema: the class of the recipe.
         arguments: the arguments of the command; None for those of the command line.
         shorthands: short key -> recipe key. For example, {"target": "target.model"} lets

@@ -20,7 +20,8 @@ def compare(arguments: list[str]) -> int:
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 draft=path/to/draft
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 report=runs/mine/report
     """
-    # With published=NAME, one draft is compared with the figures that somebody published for it.
+    # With published=NAME, one draft is compared with the figures that somebody published for it. If
+    # there is no report of the draft yet, `compare_published` calls `_measure` to make one.
     if any(argument.startswith("published=") for argument in arguments):
         # This module imports scipy, so it is imported only here.
         from specdistill.evaluation.comparison.published import compare_published
@@ -28,8 +29,8 @@ def compare(arguments: list[str]) -> int:
         return compare_published(arguments, _measure)
 
     # Check the suite before torch is imported, which is slow. The check names the key `eval.suite`
-    # in its errors; in this command the key is called `suite`.
-    # Flags, such as --json, have no `=` and are left out.
+    # in its errors; in this command the key is called `suite`. Flags, such as --json, have no `=`,
+    # and are left out.
     keys = select_recipe_keys(arguments, COMPARE)
     with rename_keys_as_typed(arguments, {"suite": "eval.suite"}):
         check_suite_and_gate(merge_values([key for key in keys if "=" in key]).get("suite"), None)

@@ -84,6 +84,8 @@ def import_libraries() -> None:
     The imports create a million objects that live until the process ends. The collector went over
     them again and again, which took 3 of the 8 seconds until a command reported a mistake.
     """
+    # If the caller has switched the collector off, it stays off, and nothing is imported here: the
+    # libraries are then imported where they are first needed.
     if "torch" not in sys.modules and gc.isenabled():
         gc.disable()
         try:

@@ -58,7 +58,8 @@ def monitor(arguments: list[str]) -> int:
     """
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
-    # If the output file is a link, write the file that the link points to.
+    # If the output file is a link, write the file that the link points to. An empty `output=` is
+    # loaded as None, as if it had not been typed; the check refuses it nevertheless.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")
@@ -88,7 +89,8 @@ def monitor(arguments: list[str]) -> int:
     # stands for the start of the server.
     pages: list[Counters] = [client.read_counters(server) if seconds else {}]
     while True:
-        # Read the counters after each part. The last page of one interval is the first of the next.
+        # Read the counters after each part. The last reading of one measurement is kept as the
+        # first reading of the next.
         start = time.monotonic()
         pages = pages[-1:]
         for part in range(1, num_parts + 1):
@@ -113,7 +115,7 @@ def monitor(arguments: list[str]) -> int:
                     json.dumps(result, indent=2) + "\n", encoding="utf-8"
                 )
 
-        # Without `watch`, one interval is all. With it, Ctrl-C ends the loop.
+        # Without `watch`, there is only one measurement. With `watch`, Ctrl-C ends the loop.
         if not options.watch:
             return EXIT_CODES[result["verdict"]]
 

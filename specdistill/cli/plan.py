@@ -90,8 +90,9 @@ def choose_device(
 ) -> tuple["Device", ServingOptions]:
     """Return the device to plan for, and the serving options for it.
 
-    If the user typed no `serving.device`, the plan is for the CPU of this machine, provided that
-    the machine has no GPU and enough memory for the target. Otherwise the plan is for an H100.
+    The plan is for the device that the user typed as `serving.device`: `cpu` or `h100`. If the user
+    typed none, the plan is for the CPU of this machine if the machine has no GPU and has enough
+    memory for the target, and for an H100 if not.
 
     Args:
         serving: the options that the user typed.
@@ -382,6 +383,8 @@ def _describe_budget(budget: "Budget") -> str:
     parts = _format_parts(budget.parts)
     needs = _format_gib(budget.needs)
     if not budget.fits:
+        # `budget.tensor_parallel` is the number of devices that would suffice; None if no allowed
+        # number does.
         num_devices = budget.tensor_parallel or "no number of"
         return f"{parts}: needs {needs}; fits on {num_devices} devices (serving.tensor_parallel)"
 

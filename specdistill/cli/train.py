@@ -40,7 +40,8 @@ def train(arguments: list[str]) -> int:
         runpy.run_path(str(TARGET_SCRIPT), run_name="__main__")
         return ExitCode.DONE
 
-    # Check the method, the recipe and its files before torch is imported, which is slow.
+    # Check the method, the recipe and its files before torch is imported, which is slow. An unknown
+    # method (`method` is None) is refused by `load_recipe`.
     method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
     if method is not None and not method.is_trained:
         raise UserError(

@@ -267,9 +267,10 @@ def check_yaml(text: str) -> None:
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"{len(text):,} characters, more than {MAX_YAML_BYTES:,}")
 
-    # Add up the size of the document with its aliases written out, in characters. `sizes` holds the
-    # size of each anchored node, which every alias of it (`*name`) adds again. `opened` holds the
-    # collections around the current event; the first one stands for the document.
+    # Add up in `total` the characters that the document would have if each alias (`*name`) were
+    # replaced by the node that it names (`&name`). `sizes`: name -> size of the named node, None ->
+    # the last node without a name, which is never read. `opened` holds the lists and mappings
+    # around the current event, from the outside in; the first item stands for the document itself.
     total = 0
     sizes = {}
     opened = [_Collection(None, 0, [])]
@@ -280,6 +281,7 @@ def check_yaml(text: str) -> None:
                 raise ValueError(f"the tag {event.tag}")
 
             # At the end of a list or mapping its size is known. A mapping must not repeat a key.
+            # The keys are every second entry of `scalars`, with None for a key that is no scalar.
             if isinstance(event, yaml.CollectionEndEvent):
                 collection = opened.pop()
                 sizes[collection.anchor] = total - collection.before
@@ -377,6 +379,7 @@ def read_text(path: Path, max_bytes: int = MAX_YAML_BYTES) -> str:
 
 def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a dictionary of (key, value) pairs. Raise ValueError for a key that appears twice."""
+    # A dictionary keeps each key once, so it has fewer entries than `pairs` if a key is repeated.
     keys = dict(pairs)
     if len(keys) < len(pairs):
         repeated_key = Counter(name for name, _ in pairs).most_common(1)[0][0]

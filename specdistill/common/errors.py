@@ -227,7 +227,8 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
         arguments: the arguments that it was called with.
     """
     # Replace control characters in all output from now on: a text of unknown origin in a message
-    # must not move the cursor or change colors.
+    # must not move the cursor or change colors. Messages on stderr are shortened too, because they
+    # may quote long texts; results on stdout are printed whole.
     guard(sys.stdout)
     guard(sys.stderr, shortens=True)
     with redirect_messages(arguments):

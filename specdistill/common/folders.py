@@ -27,8 +27,9 @@ _HELD: set[int] = set()  # the descriptors of the files and folders that this pr
 def _release_inherited_locks() -> None:
     """Close the copies of the parent process's locks in a forked child process.
 
-    fork copies the descriptors of locked files. While the child process had them open, the locks
-    would last even after the parent process has ended.
+    `_HELD` is the set of descriptors of the files that this process has locked. fork copies it, and
+    the descriptors. A lock lasts until all copies of its descriptor are closed. So if a child
+    process kept its copies open, the files would stay locked after the parent process has ended.
     """
     for descriptor in _HELD:
         os.close(descriptor)
@@ -116,10 +117,11 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
     partial = output.with_name(f".{output.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
+        # Lock the hidden folder. Folders can only be opened for reading, which suffices for a lock.
         with _lock_path(partial, os.O_RDONLY, key, output):
             try:
-                # Move the old folder into the hidden one in one step. If it were deleted in its
-                # place and the process was killed meanwhile, half of it would look complete.
+                # Move the old folder into the hidden folder in one step, and delete it there. If a
+                # killed process left a half deleted folder at `output`, it would look complete.
                 if replaces and output.exists():
                     output.rename(partial / output.name)
                 # Empty the hidden folder: it may hold the old folder, and files that a killed
@@ -182,9 +184,9 @@ def exclusive_lock(lock: Path, key: str, output: Path, *, saves_memory: str = ""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _lock_path(lock, os.O_RDWR | os.O_CREAT, key, output) as descriptor:
         # Warn if the file still has the text of a killed process, which is shorter than 200 bytes.
+        # Text without START_TIME_MARK does not count: earlier versions of specdistill wrote it, and
+        # left it in the file even if they were not killed.
         message = os.pread(descriptor, 200, 0).decode(errors="replace")
-        # Earlier versions of specdistill did not empty the file at their end. Their text has no
-        # START_TIME_MARK.
         if START_TIME_MARK in message:
             advice = f": lower {saves_memory}, or free memory" if saves_memory else ""
             logger.warning(
@@ -227,9 +229,10 @@ def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
     try:
         try:
             # LOCK_NB fails at once if another process holds the lock, instead of waiting for it.
-            # A lock file holds the name of that process. A locked folder has no such text.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            # The other process has written into a lock file who it is, before START_TIME_MARK. A
+            # folder that is locked holds no such text.
             message = os.pread(descriptor, 200, 0).decode() if path.is_file() else ""
             writer = message.partition(START_TIME_MARK)[0]
             raise UserError(

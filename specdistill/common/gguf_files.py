@@ -56,14 +56,15 @@ class MetadataReader(gguf.GGUFReader):
         types = [GGUFValueType.ARRAY, GGUFValueType(element_type)]
         end = orig_offs + struct.calcsize("<IQ")
 
-        # Skip each string: its length in 8 bytes, followed by its content. All elements of the
-        # array then refer to one empty part.
+        # Skip each string: its length in 8 bytes, followed by its content. Return a single empty
+        # part instead, and refer to it (index 0) once for each string, so that the array keeps its
+        # length.
         if element_type == GGUFValueType.STRING:
             for _ in range(length):
                 end += 8 + struct.unpack_from("<Q", data, end)[0]
             return end - orig_offs, [self.data[:0]], [0] * length, types
 
-        # Skip a long array of numbers, and read a short one as usual.
+        # Skip a long array of numbers, which then has no parts. Read a short one as usual.
         if length > MAX_ARRAY_LENGTH:
             end += length * np.dtype(self.gguf_scalar_to_np[types[1]]).itemsize
             return end - orig_offs, [], [], types

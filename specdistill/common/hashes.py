@@ -8,10 +8,10 @@ from pathlib import Path
 
 def hash_file(path: Path) -> str:
     """Return the sha256 of a file in hexadecimal."""
-    # In the cache of huggingface_hub, a large file is a link to a file that is named by the sha256
-    # of its content, so that nothing needs to be hashed. Only the name that the first link points
-    # to is the sha256: that file may itself be a link to a file that is named by another hash
-    # (Xet).
+    # In the cache of huggingface_hub, a large file is a link such as model.safetensors -> SHA256:
+    # the linked file is named by the sha256 of its content, so nothing needs to be hashed. The
+    # linked file may be a link too, to a file that is named by another kind of hash (Xet). So read
+    # where the first link points to (`readlink`), not where all links end (`resolve`).
     if path.is_symlink():
         linked_name = path.readlink().name
         if re.fullmatch("[0-9a-f]{64}", linked_name):

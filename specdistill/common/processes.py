@@ -94,7 +94,7 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
     """Check that all processes of the launch have the same values, for example the same weights.
 
     Args:
-        facts: the values of this process: name -> value. The error shows both.
+        facts: the values of this process: name -> value. The error shows a name and its values.
         otherwise: text to append to the error, which says what to do about a difference.
 
     Raises:
@@ -154,6 +154,7 @@ def _describe_missing_processes(error: RuntimeError) -> str:
         error: the error of the failed collective. If all processes answer, its message is returned.
     """
     # A monitored barrier fails if some processes do not reach it in time, and its error names them.
+    # With `wait_all_ranks` it names all of them, not only the first.
     try:
         distributed.monitored_barrier(
             _open_gloo_group(),

@@ -114,10 +114,12 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             now = time.monotonic()
             # A call that only adds further units has finished no part of the task.
             parts += count > 0
-            # The end of the task has a line of its own. The remaining time is computed from the
-            # average speed so far, as soon as MIN_PARTS parts are done.
+            # Print no line before the first unit is done, and none here when all are done, because
+            # the end of the task has a line of its own.
             if now - last_printed >= SECONDS and 0 < num_done < total:
                 last_printed = now
+                # The remaining time follows from the average speed so far. This is too uncertain
+                # before MIN_PARTS parts are done, so until then the elapsed time is printed.
                 if parts >= MIN_PARTS:
                     seconds_left = (now - start) * (total / num_done - 1)
                     print_line(f"{format_clock(seconds_left)} left")

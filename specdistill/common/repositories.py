@@ -314,7 +314,8 @@ def fetch(
     if Path(name).is_dir():
         return Path(name)
 
-    # The commit is resolved first, so that all files are from the same commit.
+    # Find out the commit first, so that all files are from the same commit even if the branch
+    # changes meanwhile.
     wanted_patterns = ["*"] if patterns is None else list(patterns)
     full_name = f"{name}@{revision}" if revision else name
     with convert_hub_errors(key, full_name, expected=expected, patterns=wanted_patterns):

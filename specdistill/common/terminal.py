@@ -68,8 +68,10 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
     """Replace the control characters in everything that is written to a stream from now on.
 
     Progress bars on a terminal need control characters, so they are written unchanged. Characters
-    that the encoding of the stream lacks are escaped. Only the method `write` of the stream is
-    replaced, because handlers of logging may refer to the stream object already.
+    that the encoding of the stream lacks are escaped.
+
+    The stream object stays the same, and only its method `write` is replaced. A new stream object
+    would not reach code that holds the old one already, such as the handlers of logging.
 
     Args:
         stream: the stream, which is changed in place.
@@ -88,7 +90,10 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
         )
 
         def write_guarded(text: str) -> object:
-            """Write a text without control characters, unless it draws a progress bar."""
+            """Write a text without control characters, unless it draws a progress bar.
+
+            This replaces `stream.write`. `write` is the original method of the stream.
+            """
             if stream.isatty() and PROGRESS_BAR_OUTPUT.fullmatch(text):
                 return write(text)
             text = make_printable(text)
@@ -123,7 +128,9 @@ def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
     logger.setLevel(logging.INFO)
     try:
         with ExitStack() as stack:
-            # Discard everything else that is printed to stdout or stderr, if the flags ask for it.
+            # With --json, `print_result` writes to the real stdout (`json_streams`), and everything
+            # else on stdout is discarded. With --quiet, all of stderr except the handler's errors
+            # is discarded.
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             if JSON in arguments:
                 json_streams.append(sys.stdout)
@@ -149,6 +156,7 @@ def print_result(document: object) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    # `json_streams` holds the real stdout with --json, and is empty without.
     for stream in json_streams:
         print(json.dumps(document, default=_convert_to_json), file=stream, flush=True)
 

@@ -149,7 +149,8 @@ def choose_token(scores_1V: Tensor, proposal: Proposal, index: int) -> Tensor:
     Args:
         scores_1V: the target's processed logits at the position.
         proposal: the draft tokens.
-        index: of the position: that of a draft token, or one more for the token after the last.
+        index: the position's number: i for the draft token i; the number of draft tokens for the
+            position after the last of them.
     """
     probs_1V = scores_1V.softmax(-1)
     # Without a draft distribution to correct for, draw from the target as generate() itself does,
@@ -160,9 +161,11 @@ def choose_token(scores_1V: Tensor, proposal: Proposal, index: int) -> Tensor:
         proposal.tokens[index : index + 1],
         proposal.probabilities[index : index + 1].to(probs_1V.device),
     )
-    # Test this draft token alone: `path` is empty if it is rejected, and `other_token` replaces it.
-    # verify_sampled also wants the target's distribution after the draft token. Its second row is
-    # a stand-in, because the next call draws the token after an accepted draft token.
+    # Test this draft token alone, as a proposal of one token. If it is rejected, `path` is empty
+    # and `other_token` replaces it. If it is accepted, `other_token` is a token after it, which is
+    # not used: the next call draws that token. So the distribution after the draft token, which
+    # verify_sampled takes as a second row, may be any; it is the first row again. None: torch's
+    # default random generator, which generate() uses, too.
     path, other_token = verify_sampled(tested, probs_1V.expand(2, -1), None)
     return torch.tensor([proposal.tokens[index] if path else other_token], device=probs_1V.device)
 
@@ -272,7 +275,8 @@ class Draft:
         Raises:
             UserError: for an option or an input that a draft does not support.
         """
-        # An option that is absent or has its default value changes nothing.
+        # An option that is absent or has its default value changes nothing. For options that
+        # DEFAULTS does not list, such as `synced_gpus`, False counts as the default.
         for name, expected in UNSUPPORTED_OPTIONS.items():
             value = options.get(name)
             if value not in (None, DEFAULTS.get(name, False)):
@@ -329,6 +333,8 @@ class Draft:
     def _read(self, run_pass: Callable[[], Any]) -> tuple[Any, Features]:
         """Run the target, and capture the hidden states that the draft reads.
 
+        The model's own outputs do not hold them, so hooks on its modules store them.
+
         Args:
             run_pass: calls the model. It may read a long prompt in several forward passes.
 
@@ -340,7 +346,8 @@ class Draft:
         def keep_features(_module: Any, _inputs: Any, output: Any) -> None:
             """Store the hidden states of one forward pass: auxiliary layers, then the last.
 
-            torch calls this after each forward pass of the target's backbone.
+            torch calls this after each forward pass of the target's backbone. `captured` then holds
+            the outputs of the auxiliary layers of this pass, which may be on other devices.
             """
             tensors = [
                 *(captured[layer] for layer in self.proposer.aux_layers),
@@ -364,6 +371,7 @@ def select_sampling(generation_config: GenerationConfig) -> Sampling:
     """
     if not generation_config.do_sample:
         return GREEDY
+    # In the config of `generate()` a setting may be None. It then gets the value without effect.
     return Sampling(
         generation_config.temperature or 1.0,
         generation_config.top_p or 1.0,
@@ -372,7 +380,10 @@ def select_sampling(generation_config: GenerationConfig) -> Sampling:
 
 
 def prepare_details(generation_config: GenerationConfig) -> dict[str, Any]:
-    """Return an empty tuple for each of scores and logits that `generate()` must return."""
+    """Return an empty tuple for each of scores and logits that `generate()` must return.
+
+    Each emitted token appends its own scores and logits.
+    """
     details: dict[str, Any] = {}
     if generation_config.return_dict_in_generate:
         for name in ("scores", "logits"):
@@ -420,6 +431,7 @@ def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> 
     usual_arguments = {}
     if isinstance(custom_generate, Draft):
         # A draft also gets the arguments of a built-in loop (custom_generate=None).
+        # `extract_arguments` is the replaced method.
         usual_arguments = extract_arguments(model, None, *arguments)
     return usual_arguments | extract_arguments(model, custom_generate, *arguments)
 

@@ -195,6 +195,7 @@ class Decoder:
         If `compiled` is set, a graph is compiled for each new pair of pass length and cache size,
         and reused afterwards. Only one sequence alone can be read by such a graph.
         """
+        # A draft that runs layers of the target brings the reader, which it shares (early_exit).
         if not self.compiled or len(rows) > 1:
             return self._shared_reader or CachedTarget(self.target, self.aux_layers)
         # A pass reads the last token and the draft tokens. The cache has room for the sequence at
@@ -217,8 +218,8 @@ class Decoder:
 
         Args:
             rows: the sequences that continue.
-            state: their tokens and target features, for the proposer. The round replaces its
-                features by those of the tokens that it reads.
+            state: their tokens and target features, for the proposer. At the end, its features are
+                replaced by those of the tokens that the target has read and kept in this round.
             reader: runs the target over the sequences.
             draft_size: the number of draft tokens of a chain, or the shape of a tree.
             sampling: temperature, top-p and top-k.
@@ -297,14 +298,17 @@ class Decoder:
             For each row, the indices of the accepted draft tokens and the next token.
         """
         if sampling.is_greedy:
+            # A near-tie is a choice between two almost equal logits. `_verify_greedy` computes it
+            # again in float64.
             choices = logits_BTV.argmax(-1).tolist()
             near_ties = find_near_ties(self.target, logits_BTV)
             return [*map(self._verify_greedy, rows, proposals, choices, near_ties)]
 
         verified_paths: dict[int, VerifiedPath] = {}
-        # Above temperature 0 a tree, or a single row, is verified alone. Chains are verified in
-        # groups that fit into one tensor: equally many draft tokens (the length of the group's
-        # key), all of them drawn from distributions or all certain (its flag).
+        # Above temperature 0 a tree, or a single row, is verified alone by `self.rule`. The chains
+        # of several rows are verified in groups, each of which fits into one tensor. All chains of
+        # a group have equally many draft tokens, and all have distributions or none has. These two
+        # facts are the key of the group; its value is the list of rows.
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
             if len(rows) == 1 or proposal.tree:
@@ -354,6 +358,7 @@ class Decoder:
             else:
                 num_accepted, next_token = verify.verify_greedy_chain(tokens, choices)
                 path = range(num_accepted)
+            # The choices on the path: after the root, and after each accepted token.
             positions = add_root(path)
             if not any(near_ties[position] for position in positions):
                 return path, next_token
@@ -414,6 +419,8 @@ def verify_chains(
     Returns:
         For each row, the indices of the accepted draft tokens and the next token.
     """
+    # Each row needs T random numbers: one for the test of each draft token, and one to draw the
+    # next token.
     device = logits_RTV.device
     tokens = [proposal.tokens for proposal in proposals]
     distributions = []
@@ -434,7 +441,8 @@ def verify_chains(
 def add_root(path: Sequence[int]) -> list[int]:
     """Return where the root and a path's nodes are among the tokens of a pass.
 
-    A pass reads the root (the last token of the sequence) at index 0, and node i at index i + 1.
+    A pass reads the root (the last token of the sequence) at index 0, and node i at index i + 1. So
+    the path [0, 2] gives [0, 1, 3].
     """
     return [0, *(node + 1 for node in path)]
 

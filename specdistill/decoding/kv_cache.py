@@ -161,7 +161,8 @@ class BatchKVCache(DynamicCache):
         device = self._slot_BT.device
         key_S = torch.arange(self._end, device=device)
         query_B1T1 = self._slot_BT[:, None, :, None]
-        # The last slot that a token attends to: its own, or without causality the row's last.
+        # The last slot that a token attends to: its own, or without causality the row's last. The
+        # lengths include the new tokens already.
         last_key = query_B1T1
         if not self._is_causal:
             last_key = torch.tensor(self.lengths, device=device).view(-1, 1, 1, 1) - 1
@@ -190,7 +191,7 @@ class BatchKVCache(DynamicCache):
         values = grow_buffer(values, value_states, self._size)
         self._buffers[layer_idx] = keys, values
         # A single row is written as one slice. Several rows begin at different slots, so each of
-        # them needs its own indices.
+        # them needs its own indices, which put positions before heads: [B, T, G, d].
         if len(self.lengths) == 1:
             keys[:, :, self._num_held : self._end] = key_states
             values[:, :, self._num_held : self._end] = value_states
@@ -217,7 +218,8 @@ class BatchKVCache(DynamicCache):
             lengths: the number of tokens before the nodes in each row, the root included.
             paths: the indices of each row's accepted nodes, in increasing order.
         """
-        # Nothing moves if each path consists of its row's first nodes.
+        # Nothing moves if each path consists of its row's first nodes. Shorter paths are padded
+        # with copies of node 0, which `truncate` below forgets.
         if any([*path] != [*range(len(path))] for path in paths):
             device = self._slot_BT.device
             path_length = max(map(len, paths))
@@ -270,7 +272,8 @@ class DraftKVCache(BatchKVCache):
         """Compute the rotary tables cos and sin [1, S, d] for S >= `num_positions` positions.
 
         The tables are computed ahead for many positions, because computing them in each step would
-        take a fifth of the step's time.
+        take a fifth of the step's time. Longer tables are at least twice as long as the old ones,
+        so that they are seldom computed again.
         """
         if num_positions > self._num_angles:
             self._num_angles = max(num_positions, 2 * self._num_angles)
@@ -302,9 +305,10 @@ class DraftKVCache(BatchKVCache):
         if self._window is not None:
             self._first = max(0, start - self._window + 1)
 
-        # One mask serves all layers. A causal step needs none on CUDA, whose kernel masks by
-        # itself, nor for a prompt, which `attend` reads with a causal kernel: its mask would be
-        # [T, T]. Query i is at position start + i.
+        # Build the mask that all layers use, if one is needed. A single token sees all positions
+        # that are left, so it needs none. Nor does a causal step whose kernel is causal by itself:
+        # on CUDA, and for a prompt (start = 0), where the mask would be as large as [T, T]. Row i
+        # of the mask is the query at position start + i, and column j the position first + j.
         self._mask = None
         if count > 1 and not (is_causal and (device.type == "cuda" or start == 0)):
             mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
@@ -331,7 +335,7 @@ class DraftKVCache(BatchKVCache):
         if len(counts) > 1:
             position_BT = self.place(counts, tree_pass=tree_pass)
             return self._begin_masked(position_BT)
-        # The single row's last node is a node of this level.
+        # The nodes of a level share one position: that of the single row's last node.
         position = tree_pass.positions[0][-1]
         self._advance(counts)
         self._first = 0
@@ -353,6 +357,7 @@ class DraftKVCache(BatchKVCache):
         Returns:
             The rotary tables cos and sin, each [B, T, d].
         """
+        # The mask covers all positions from 0 on.
         self._first = 0
         self._mask = self.build_mask(self._window)
         return self._cos[0, position_BT], self._sin[0, position_BT]
@@ -382,7 +387,7 @@ class DraftKVCache(BatchKVCache):
         """Allocate room for `num_positions` positions of one sequence at once.
 
         A compiled graph needs this, because it uses the memory addresses of the buffers, so they
-        may not grow later.
+        may not grow later. `update` then creates buffers of this size.
         """
         self._reserve_angles(num_positions)
         self._size = num_positions

@@ -108,8 +108,8 @@ class LookupFirstProposer:
             sampling: temperature, top-p and top-k.
             generators: the random generator of each row.
         """
-        # If every row has a looked-up chain, the draft does not run. It reads the features of this
-        # round when it runs again.
+        # If every row has a looked-up chain, the draft does not run. Then the features of this
+        # round are kept, and the draft reads them when it runs again.
         lookups = self.lookup.propose(state, k, sampling, generators)
         if all(proposal.tokens for proposal in lookups):
             self._keep_unread(state)
@@ -144,7 +144,8 @@ class LookupFirstProposer:
     def _keep_unread(self, state: DecodingState) -> None:
         """Store the features of this round's tokens, for the next time that the draft runs.
 
-        `rows` copies them, because the next pass of a compiled target may overwrite them.
+        `Features.rows` copies the features. They must be copied, because the next pass of a
+        compiled target may overwrite the originals.
         """
         for row, (unread, count) in enumerate(zip(self._unread, state.num_fresh, strict=True)):
             unread.append(state.fresh.rows([row]).first(count))

@@ -113,7 +113,7 @@ class CachedTarget:
             self._snapshot = copy_state(self.cache)
         if isinstance(self.cache, BatchKVCache):
             self._lengths = [*self.cache.lengths]
-        else:
+        else:  # any other cache holds a single row
             self._lengths = [self.cache.get_seq_length()]
 
         # If one row has a tree, the chains of other rows are passed as trees with one branch, whose
@@ -138,8 +138,8 @@ class CachedTarget:
             # The root, which comes before the draft tokens, is always kept.
             self.cache.keep_paths([length + 1 for length in self._lengths], paths)
             return
-        # Any other cache holds a single row. One token less can be rejected than was read, because
-        # the root is always kept.
+        # Any other cache holds a single row. The pass read the root and the draft tokens. The root
+        # is always kept, so only draft tokens count here.
         (path,) = paths
         (token_ids,) = self._token_ids
         num_rejected = len(token_ids) - 1 - len(path)
@@ -222,6 +222,7 @@ class CompiledTarget:
         """
         (row_ids,) = token_ids
         assert not any(trees) and len(row_ids) <= self.num_tokens, (trees, row_ids)
+        # The length is passed as a tensor: for each plain number, a graph would be compiled anew.
         padded_ids = [*row_ids, *[0] * (self.num_tokens - len(row_ids))]
         device = self.target.device
         ids_1T = torch.tensor([padded_ids], device=device)
@@ -260,7 +261,8 @@ class CompiledTarget:
     def _set_length(self, length: Tensor) -> None:
         """Tell each layer of the cache how many positions it holds, so that later ones are unused.
 
-        The number is written into each layer's tensor, which the compiled graph reads.
+        The number is written into each layer's tensor, which the compiled graph reads. Layers of
+        another class (`DummyLayer`) hold no positions of their own.
         """
         layer: Any
         for layer in self.cache.layers:
@@ -279,14 +281,16 @@ class CompiledTarget:
         """
         target = self.target
 
-        # Read a proposal of which only the root is kept, then another token after it.
+        # Read a proposal of which only the root is kept, then another token after the root. In
+        # plain decoding a pass has a single token, so the proposal is the root alone. On CUDA this
+        # is done three times, because only the third run replays the recorded graph.
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):
                 self.begin([PROMPT])
                 self.read([REJECTED_TOKENS[: self.num_tokens]])
                 self.keep([[]])
                 _, features = self.read([NEXT_TOKENS[1:]])
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # says nothing about the model class
             raise
         except CLASS_ERRORS as error:
             # The model class does not accept the cache, or its graph breaks, or this machine has
@@ -327,6 +331,7 @@ def create_static_cache(target: FrozenTarget, size: int) -> StaticCache:
         StaticLayer(size) if type(layer) is StaticSlidingWindowLayer else layer
         for layer in cache.layers
     ]
+    # A `DummyLayer` holds nothing: its layer needs no cache, or uses that of another layer.
     other_kinds = {type(layer).__name__ for layer in cache.layers}
     other_kinds -= {StaticLayer.__name__, DummyLayer.__name__}
     if other_kinds:

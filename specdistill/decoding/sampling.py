@@ -45,7 +45,8 @@ class Sampling:
             Probabilities [..., V] in float32.
         """
         assert not self.is_greedy
-        # The classes of transformers take [rows, V]; the last line restores the shape.
+        # The classes of transformers take [rows, V]; the last line restores the shape. They also
+        # take token ids, which these two do not read (None).
         scores = logits.float().flatten(0, -2) / self.temperature
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(None, scores)
@@ -60,7 +61,8 @@ GREEDY = Sampling()
 def draw_uniforms(count: int, generators: Generators) -> Tensor:
     """Draw `count` uniform numbers in [0, 1) from each of B generators.
 
-    So the random numbers of a sequence do not depend on the other sequences of a batch.
+    The generators are those of the B sequences of a batch. So the random numbers of a sequence do
+    not depend on the other sequences.
 
     Returns:
         [B, count] in float64 on the CPU.

@@ -110,7 +110,8 @@ def prepare_pass(
     if isinstance(cache, BatchKVCache):
         position_BT = cache.place(counts, tree_pass=tree_pass)
         end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
-        # Padding gets position 0, which every model accepts.
+        # Padding lies behind the row's end, where a model may have no position any more. So it gets
+        # position 0, which every model accepts.
         position_BT = position_BT.where(position_BT < end_B1, 0)
         return position_BT, build_attention_masks(config, dtype, cache.build_mask)
     if tree_pass is None:
@@ -173,10 +174,12 @@ def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
             if layer.keys is not None:  # None: the layer uses the cache of another layer
                 buffers += [layer.keys, layer.values]
         # One tensor for all layers: a Python list would be copied to the device for each of them.
+        # `to` copies it only for layers on other devices.
         index = torch.tensor(slots, device=buffers[0].device)
         for buffer in buffers:
             moved = buffer[:, :, index.to(buffer.device)]
             buffer[:, :, first_slot : first_slot + len(path)] = moved
+    # Drop the other nodes: crop(-n) drops the last n slots.
     cache.crop(len(path) - num_nodes)
 
 
@@ -223,8 +226,9 @@ def _reads_branches_apart(target: FrozenTarget) -> bool:
     tree_pass = TreePass.cover_trees([PROBE_TREE], [len(text) - 1], target.device)
     cache = create_empty_cache(target.config)
     with suppress(*CLASS_ERRORS):
-        # Read the text, then its last token (the root) with all nodes in one pass. Compare each
-        # path with a pass over the text and the path's two tokens alone.
+        # Read the text, then its last token (the root) with all nodes in one pass. PROBE_TREE has
+        # two branches: the nodes 0 and 2, and the nodes 1 and 3. Compare each branch with a pass
+        # over the text and the two tokens of the branch alone.
         run_target(target, [text[:-1]], cache)
         tree_features = run_target(target, [[text[-1], *nodes]], cache, tree_pass=tree_pass)
         for path in ([0, 2], [1, 3]):
@@ -259,6 +263,7 @@ class TransformersLayers:
         if isinstance(self.cache, BatchKVCache):
             self.cache.truncate(lengths)
             return
+        # Any other cache holds a single row. crop(-n) drops its last n tokens.
         num_surplus = self.cache.get_seq_length() - lengths[0]
         if num_surplus:
             self.cache.crop(-num_surplus)
@@ -273,6 +278,7 @@ class TransformersLayers:
             counts: how many of the T are valid in each row.
             level: if the tokens are a level of each row's tree.
         """
+        # Without masks (one sequence and no tree) the model makes its own masks and positions.
         positions, masks = prepare_pass(self.cache, counts, self.config, self.backbone.dtype, level)
         options: dict[str, Any] = {}
         if masks is not None:
@@ -366,7 +372,8 @@ def _reads_rows_apart(model: Any) -> bool:
         for row_TH, token_ids in zip(batch_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
             input_ids = torch.tensor([token_ids], device=model.device)
             hidden_TH = layers.backbone(input_ids=input_ids).last_hidden_state[0]
-            # The second pass read the last two tokens of [1, 2, 3, 1], and the last of [2, 3].
+            # The second pass read the last two tokens of [1, 2, 3, 1], and the last one of [2, 3]:
+            # half of each sequence.
             last_TH = hidden_TH[len(token_ids) // 2 :]
             if not reads_alike(row_TH[: len(last_TH)], last_TH):
                 return False

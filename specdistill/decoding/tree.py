@@ -111,6 +111,8 @@ class TreePass:
             num_text: the number of tokens in the KV cache of each sequence.
             device: of the model.
         """
+        # The root is the only node of the level before the first one (T = 1), so it has index 0
+        # there. It has no nodes as ancestors (F = 0).
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -128,15 +130,15 @@ class TreePass:
             num_text: the number of tokens in the KV cache of each row, without the root.
             device: of the model.
         """
-        # Index 0 is the root, and node i has index i + 1. A node sees itself and all that its
-        # parent sees. Smaller trees are padded with nodes that see only themselves.
+        # The root (node -1) has index 0, and node i has index i + 1. A node sees itself and all
+        # that its parent sees. Smaller trees are padded with nodes that see only themselves.
         num_nodes = 1 + max(len(tree.parents) for tree in trees)
         ancestors = np.tile(np.eye(num_nodes, dtype=bool), (len(trees), 1, 1))
         positions = []
         for ancestors_NF, tree, start in zip(ancestors, trees, num_text, strict=True):
             for node, parent in enumerate(tree.parents):
                 ancestors_NF[node + 1] |= ancestors_NF[parent + 1]
-            # A node's depth is the number of its ancestors.
+            # A node's depth is the number of its ancestors: of the nodes it sees, less itself.
             depths_N = ancestors_NF.sum(1) - 1
             positions.append((start + depths_N).tolist())
         return cls(num_text, torch.from_numpy(ancestors).to(device), positions)
@@ -158,6 +160,8 @@ class TreePass:
             ),
             2,
         )
+        # All nodes of a level have one position: the one after that of the level before, or after
+        # the text.
         positions = []
         for row_positions, start in zip(self.positions, self.num_text, strict=True):
             position = row_positions[-1] + 1 if row_positions else start
@@ -181,7 +185,8 @@ class TreePass:
         """
         device = self.ancestors_BTF.device
         num_rows, num_nodes, num_cached = self.ancestors_BTF.shape
-        # One row without a window needs no scatter, and takes a seventh of the time.
+        # For one row without a window, put the text in front, which all nodes see. This takes a
+        # seventh of the time of the general case.
         if num_rows == 1 and window is None:
             return torch.nn.functional.pad(self.ancestors_BTF, (self.num_text[0], 0), value=True)
 

@@ -159,7 +159,8 @@ class ModelFiles:
         Raises:
             UserError: if there are none, or if one that the index names is missing.
         """
-        # Several files of weights are named by their index.
+        # Several files of weights are named by their index. They need not be in the folder yet
+        # (complete=False), but the model must have them.
         if INDEX in self.sizes:
             weight_files = Shards.open(self.folder, self.key, complete=False).files
             missing = [file for file in weight_files if file not in self.sizes]
@@ -221,7 +222,8 @@ class ModelFiles:
                 next_step="run `specdistill acquire` on a machine with a network connection",
             )
 
-        # Fetch the files, and compare their hashes with the Hub's.
+        # Fetch the files, and compare their hashes with the Hub's. The Hub's cache names a folder
+        # after its commit, so `folder.name` is the commit.
         try:
             with convert_hub_errors(self.key, self.name, expected="a Hub id", patterns=missing):
                 snapshot_download(
@@ -271,7 +273,7 @@ class ModelFiles:
         if not self.list_missing(self.weights()):
             return read_outline(self.folder, self.key)
 
-        # The Hub's client reads the headers with range requests.
+        # The Hub's client reads the headers with range requests. The folder's name is the commit.
         assert self.repository is not None
         with convert_errors(
             OTHER_HEADERS,
@@ -325,7 +327,9 @@ def acquire(options: AcquireOptions) -> Path:
             expected="a method that is trained",
         )
 
-    # Find the target, and fetch its small files.
+    # Find the target, and fetch its small files. `gguf` is the name of a GGUF file in the target's
+    # folder or repository; None for other targets. The folder of a repository in the Hub's cache is
+    # named after the commit, so `folder.name` is the revision.
     folder, gguf = split_gguf(options.target.model)
     target_model = ModelFiles.open(
         folder, options.target.revision, key="target.model", expected=TARGET
@@ -431,7 +435,8 @@ def _check_draft(
     Raises:
         UserError: for a draft of another method, or one that does not fit the target.
     """
-    # Check that the files are a draft of the method.
+    # Check that the files are a draft of the method. Only a draft model has a tokenizer of its own,
+    # which must be compared with the target's.
     tokenizer = TOKENIZER if METHODS[method].standalone else ()
     folder = draft.fetch(draft.list_matching(*SMALL_FILES, *tokenizer))
     tensors = draft.tensors()

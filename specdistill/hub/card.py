@@ -113,8 +113,8 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
     num_tokens = report["settings"]["num_speculative_tokens"]
     lookup_text = describe_lookup(engines, lookup, num_tokens) if lookup else ""
 
-    # Format the tables. Headings of the measurement get one `#` more, because they are inside a
-    # section of the card.
+    # Format the tables. The changes since the last release (`baseline`) are left out here, because
+    # the card has a section about them.
     measurement = format_measurement(
         {name: part for name, part in report.items() if name != "baseline"}
     )
@@ -123,7 +123,8 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
         for part in contents.parts
     ]
 
-    # The template has the text, and everything that varies is passed to it.
+    # The template has the text, and everything that varies is passed to it. Headings of the
+    # measurement get one `#` more, because they are inside a section of the card.
     card: ModelCard = ModelCard.from_template(
         build_metadata(contents),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
@@ -183,8 +184,9 @@ def build_metadata(contents: CardContents) -> ModelCardData:
 
 def format_eval_command(contents: CardContents) -> str:
     """Return the command that measures the published draft with the report's main configuration."""
-    # Begin with suite, number of prompts, tree and engine of the report. SUITE stands for a suite
-    # that readers of the card do not have.
+    # Begin with suite, number of prompts (if not all were measured), tree and engine of the report.
+    # SUITE stands for a suite that readers of the card do not have. `eval_keys` are the keys that a
+    # recipe of this class may have in its section `eval`.
     report = contents.release.report
     settings = contents.release.report["settings"]
     target = contents.release.made_for

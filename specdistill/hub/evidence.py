@@ -101,8 +101,8 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
             expected=FINISHED_RUN_HINT,
         )
 
-    # Identify the target. Without a revision in the recipe, the draft's record says which commit
-    # it was trained for.
+    # Identify the target. If the recipe names a Hub id without a revision, take the commit that the
+    # draft's record states, because the Hub may have a newer one now. A folder has no revisions.
     recorded_target = read_target_record(run / DRAFT, "run")
     recipe_target = recipe.target
     revision = recipe_target.revision
@@ -152,7 +152,8 @@ def _find_mismatches(
             f" {run / DRAFT} is {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure that draft"
         )
 
-    # The report must be of the recipe's target.
+    # The report must be of the recipe's target. A measurement in llama.cpp may have loaded a GGUF
+    # file that was converted from the target. Such a file has another hash, which the note tells.
     measured = report["target"].get("weights")
     if measured != target.weights:
         measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
@@ -184,7 +185,9 @@ def _judge_again(
         refusals = []
     except UserError as error:
         # The two reports measured different things, so rules about regressions cannot be decided.
-        # The report's `baseline` section says why there are no changes.
+        # `judged` is published: it has all rules, those about regressions without a value, and its
+        # section `baseline` says why there are no changes. The refusals come from `decided`, which
+        # leaves these rules out, because one refusal for all of them is enough.
         assert last is not None
         judged = {**judge(rules, measured), "baseline": build_changes(measured, last)}
         decided = judge([rule for rule in rules if rule.requirement != "max_regression"], measured)

@@ -132,7 +132,8 @@ def publish_run(options: PublishOptions) -> Publication:
         UserError: for options, files or a repository that cannot be used.
         ResourceError: when the Hub or the disk fails.
     """
-    # Read the run's recipe, and ask the Hub whether it accepts the token.
+    # Read the run's recipe, without running code that it may name. Options that were given replace
+    # the values of its section `publish`.
     run = Path(options.run)
     check_finished(run)
     requested_keys = options.model_dump(
@@ -141,6 +142,9 @@ def publish_run(options: PublishOptions) -> Publication:
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
     config = recipe.publish.model_copy(update=requested_keys)
     name = check_names(config.repo, options.tag)
+
+    # Ask the Hub whether it accepts the token, and read the repository. A dry run of a first
+    # release needs nothing from the Hub, so it may go on without it.
     if not options.dry_run:
         with convert_upload_errors(name):
             HfApi().whoami()
@@ -263,6 +267,7 @@ def _choose_folder(options: PublishOptions) -> Path:
     Raises:
         UserError: if the default folder holds anything but an earlier release, which it replaces.
     """
+    # An earlier release is recognized by the record of the training in its root.
     folder = Path(options.output_dir or Path(options.run) / "release")
     is_earlier_release = (folder / Path(PROVENANCE).name).is_file()
     if options.output_dir is None and folder.exists() and not is_earlier_release:
@@ -374,7 +379,8 @@ def find_last_release(
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
     """Return whether a commit is the release of a run.
 
-    Its draft, its training record and its measurement must be those of the run.
+    The commit must hold the draft of the run, the record of its training and the records of its
+    measurement. report.json is not compared, because the gate is decided again for a release.
 
     Args:
         run: the folder of the run.
@@ -393,11 +399,13 @@ def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str],
     Returns:
         Warnings, and refusals if it does not fit.
     """
+    # Only drafts that are whole language models may have another vocabulary than the target.
     options: dict[str, Any] = (
         {"heterogeneous_vocab": is_translated(release)}
         if METHODS[release.method].standalone
         else {}
     )
+
     # `check_draft` reports a draft that does not fit by a UserError with the key `run`. An error
     # with another key has another cause, such as a target that cannot be read.
     try:
@@ -432,7 +440,8 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         UserError: if `base_model` is another target.
         ResourceError: when the Hub fails.
     """
-    # Without `base_model`, the recipe names the target.
+    # Without `base_model`, the recipe names the target. Its Hub id is its name, without the name of
+    # a GGUF file in the repository ([0]).
     recipe_target = release.recipe.target
     if base_model is None:
         target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
@@ -513,7 +522,8 @@ def stage(
             export that is not possible.
         ResourceError: when the disk fails.
     """
-    # Check the files before anything is written.
+    # Check the files before anything is written: that the weights are complete, and that no file is
+    # a link to a file outside of the run, which would be published.
     release = contents.release
     draft = contents.release.run / DRAFT
     Shards.open(draft, "run").check()
@@ -683,6 +693,8 @@ def format_serving_lines(
         # Serve with the number of draft tokens and the lookup that this engine supports.
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         served_draft = replace(served, num_tokens=k, lookup_first=lookup)
+        # An export lies in a subfolder of the repository. It is downloaded, and served from a local
+        # folder, which has no revision.
         if name in exports:
             exported = replace(
                 served_draft,

@@ -217,7 +217,8 @@ class Repository:
             if not self.commits:
                 api.create_repo(name, private=private is not False, exist_ok=True)
 
-            # Commit what differs, on top of the commit that was read.
+            # Commit what differs, on top of the commit that was read. A repository that was just
+            # created has one commit already.
             head = self.commits[0] if self.commits else str(api.model_info(name).sha)
             added = [
                 CommitOperationAdd(change.path, str(folder / change.path))
@@ -278,8 +279,8 @@ def check_names(repository: str | None, tag: str | None) -> str:
     """
     if not repository or repository.count("/") != 1:
         raise UserError("repo", got=repository or "nothing", expected=NAMES)
-    # A tag begins with a letter or a digit. As git demands, it has no two dots in a row, and does
-    # not end with a dot or with `.lock`.
+    # `main` is the name of the branch. A tag begins with a letter or a digit. As git demands, it
+    # has no two dots in a row, and does not end with a dot or with `.lock`.
     if tag is not None and (
         tag == "main" or not re.fullmatch(r"[A-Za-z0-9](?:[\w-]|\.(?!\.|lock$|$))*", tag)
     ):
@@ -301,7 +302,9 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
     if hub_file is None or path.stat().st_size != hub_file.size:
         return False
     if hub_file.lfs is not None:
-        # A link is resolved, so that the content is read and its name is not trusted.
+        # The file may be a link into the Hub's cache, where files are named by their sha256.
+        # `hash_files` would return the name of such a file without reading it. With the link
+        # resolved, it reads the content.
         return hash_files([path.resolve()]) == [hub_file.lfs.sha256]
     return git_hash(path.read_bytes()) == hub_file.blob_id
 
@@ -331,6 +334,7 @@ def convert_upload_errors(repository: str) -> Iterator[None]:
     except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
         # The Hub did not answer, there is no token, the Hub refused the request or the card, or
         # hf_xet failed, which raises RuntimeError because it has no error class of its own.
+        # Status 404 may be a repository that the token may not see.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         no_token = isinstance(error, LocalTokenNotFoundError)
         reason = (

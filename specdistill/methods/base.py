@@ -62,6 +62,8 @@ class Advice(ABC, Generic[DraftT]):
     def is_described(self, draft: ModelConfigInfo, target: ModelConfigInfo) -> bool:
         """Return whether a draft's config.json says that the draft is one of this method.
 
+        The default recognizes no draft.
+
         Args:
             draft: the draft, described by its config.json.
             target: the target, described by its config.json.
@@ -90,7 +92,8 @@ class Advice(ABC, Generic[DraftT]):
     def build_simulation(self, draft: DraftT, num_tokens: int) -> nn.Module | None:
         """Build an objective that simulates drafting on completions of the target.
 
-        `specdistill doctor` uses it to find out why few tokens of a draft are accepted.
+        `specdistill doctor` uses it to find out why few tokens of a draft are accepted. By default
+        drafting cannot be simulated.
 
         Args:
             draft: the draft.
@@ -125,14 +128,17 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     advice: Advice[DraftT]
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether these tensor names prove that a folder holds a draft of this method."""
+        """Return whether these tensor names prove that a folder holds a draft of this method.
+
+        By default no names do.
+        """
         return False
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
         """Return whether a folder claims, by config.json or tensor names, to hold such a draft.
 
         The claim is weaker evidence than `has_tensors`. It only counts if `has_tensors` is false
-        for every method.
+        for every method. By default no folder is recognized.
 
         Args:
             config: the content of the folder's config.json.
@@ -185,7 +191,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             folder: the folder of the draft; None for a method that is not trained.
             target: the target that verifies.
             key: the recipe key that errors name.
-            **options: the method's own options, as `Recipe.proposer_options` returns them.
+            **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Raises:
             UserError: naming `key`, for a draft that is broken or does not fit the target.
@@ -203,7 +209,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         raise self._make_unsupported_error("drafting in front of another draft")
 
     def read_head_shape(self, config: RawConfig, num_layers: int | None) -> HeadShape | None:
-        """Read the shape that a head was trained with.
+        """Read the shape that a head was trained with. By default drafts are not heads.
 
         Args:
             config: the content of the head's config.json.
@@ -228,7 +234,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         """Check a draft by its config.json and by the names, shapes and dtypes of its tensors.
 
         The values of the weights are not needed, so a draft can be checked before they are loaded
-        or downloaded.
+        or downloaded. The default checks nothing.
 
         Args:
             folder: the folder, with config.json and, for whole models, the tokenizer.
@@ -236,7 +242,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             target: the target's files. None: only compare the draft's files with each other.
             key: the recipe key that errors name.
             name: what errors call the draft.
-            **options: the method's own options, as `Recipe.proposer_options` returns them.
+            **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Returns:
             The shape of a head as decoding would read it; None for other drafts.
@@ -267,6 +273,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         """Check that an engine can serve a draft.
 
         The layout also has `limits`, which the caller checks. This method is for other conditions.
+        By default there are none.
 
         Args:
             engine: the name of the engine.

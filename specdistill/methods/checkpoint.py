@@ -69,7 +69,8 @@ FIXED_SETTINGS = {
 def link(source: Path, link: Path) -> None:
     """Create a hard link to a file, or copy the file if the file system cannot link.
 
-    The Hub's cache holds symbolic links, so the link is made to the file that they point to.
+    If the source is a symbolic link, as in the Hub's cache, the file itself is linked and not the
+    symbolic link.
 
     Args:
         source: the file.
@@ -105,7 +106,7 @@ def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str
     Raises:
         UserError: if the layout needs the target and it is not given (see `require_target`).
     """
-    # The head's own embedding comes last in the mapping, so that it replaces the target's.
+    # If `tensors` holds an embedding, it comes after the target's in the mapping, so it is kept.
     if layout.needs_target:
         embedding = require_target(head.target, layout.needs_target).tensor(EMBEDDING)
         tensors = {EMBEDDING: embedding.to(choose_stored_dtype(tensors.values())), **tensors}
@@ -166,9 +167,9 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
         shards = Shards.open(folder, key)
         shards.check()
         return {**shards.build_without_content(), **shards.load(MAPS & shards.file_of.keys())}
+    # Of pickles only a single file is read. Its tensors cannot be loaded one by one.
     if not (folder / PICKLE_FILE).is_file():
         return {}
-    # A pickle cannot be read in part.
     outline = load_pickle(folder / PICKLE_FILE, key, device="meta")
     return load_pickle(folder / PICKLE_FILE, key) if MAPS & outline.keys() else outline
 

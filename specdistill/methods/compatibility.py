@@ -216,7 +216,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     `d2t` must hold offsets to ascending tokens of the target, and `t2d` must mark the same tokens.
     """
     # A draft without `d2t` has the target's vocabulary, which is the same as offsets of zero. A map
-    # whose values were not loaded (on the meta device) cannot be checked.
+    # whose values were not loaded (on the meta device) cannot be checked, nor can one of a wrong
+    # shape or dtype, which the method's own check reports.
     num_tokens = shape.draft_vocab_size
     d2t = tensors.get("d2t", torch.zeros(num_tokens, dtype=torch.long))
     t2d = tensors.get("t2d")

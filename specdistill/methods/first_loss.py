@@ -75,12 +75,14 @@ def check_first_loss(
     objective.divergence = forward_kl
     was_training = objective.draft.training
     objective.eval()
-    # The check must not change the random numbers of the run.
+    # The check must not change the random numbers of the run. It computes in the target's dtype if
+    # that has 16 bits.
     with (
         torch.random.fork_rng(),
         torch.autocast(target.device.type, dtype, enabled=dtype.itemsize == 2),
     ):
-        # Measure the loss on a few rows, as training computes it.
+        # Measure the loss on a few rows, as an evaluation during training does (None: no batch
+        # number).
         batch = objective.prepare(_build_probe(target, rows), None)
         inputs = {**batch, **objective.read_target(target, batch)}
         loss = _measure(objective, inputs)
@@ -117,6 +119,7 @@ def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_los
         loss: the loss before scaling.
         even_loss: the loss of an even guess, ln W.
     """
+    # The number of steps is limited, because layers have no gradient if the output is near zero.
     tolerance = TOLERANCE * even_loss
     previous_loss = math.inf
     for _ in range(MAX_FACTORS):

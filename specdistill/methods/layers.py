@@ -374,7 +374,7 @@ class FeatureDraft(DraftModule):
                 None for all tokens.
             scale: a factor for the weights of the LM head.
         """
-        # `d2t` holds offsets: target id minus draft id.
+        # `d2t` holds offsets: target id minus draft id. They stay 0 if the draft has all tokens.
         if draft_vocabulary is not None:
             self.d2t.copy_(
                 draft_vocabulary

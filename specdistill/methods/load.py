@@ -141,7 +141,7 @@ def load_proposer(
         compile: whether to compile the proposer's passes, if it can.
         made_for: files of the target to check the draft against; None: the files of `target`.
         logs: whether to log the warnings of that check.
-        **options: the method's own options, as `Recipe.proposer_options` returns them.
+        **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
     Raises:
         UserError: if the method is unknown, or if the draft is for another target or does not fit.
@@ -272,7 +272,8 @@ def describe_draft(draft: str | None, method: str) -> dict[str, object]:
     if draft is None:
         return {"model": None, "revision": None, "method": method}
 
-    # Identify the draft. The Hub's cache keeps each commit in a folder of its name.
+    # Identify the draft. For a Hub id the folder is in the Hub's cache, where it is named after the
+    # commit.
     folder = locate(draft)
     is_local = Path(resolve(split_revision(draft)[0])).is_dir()
     identity: dict[str, object] = {
@@ -321,6 +322,7 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
         UserError: if no method recognizes them. The error says what was found.
     """
     # Ask every method about the tensors first, because configs are less reliable (see the module).
+    # A folder without tensors holds no draft, so no method is asked.
     methods = {method_name: row.load() for method_name, row in METHODS.items()} if names else {}
     for method_name, method in methods.items():
         if method.has_tensors(names):

@@ -39,6 +39,7 @@ def choose_mask(
     Raises:
         UserError: if the token cannot be a mask (see `resolve_mask`).
     """
+    # Count all tokens of the data, because the draft also reads those that carry no loss.
     is_inherited = mask is None and inherited is not None
     counts = count_tokens(rows, target.vocab_size, with_loss=False).tolist()
     return resolve_mask(

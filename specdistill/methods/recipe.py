@@ -215,7 +215,8 @@ class TrainedRecipe(Recipe):
 
         This is so if training evaluates at all, and if the draft starts from existing weights.
         """
-        # `eval_strategy: no` turns evaluation off. YAML reads an unquoted `no` as false.
+        # `eval_strategy: no` turns evaluation off. YAML reads an unquoted `no` as false. `FRESH`
+        # lists the values of `draft.init` that take no weights from elsewhere.
         is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
         return is_evaluated and getattr(self.draft, "init", None) not in self.FRESH
 
@@ -314,7 +315,7 @@ class TrainedRecipe(Recipe):
         """The folder for hidden states that servers write while they generate training data.
 
         The files wait there until the feature store takes them. None if the recipe does not store
-        hidden states.
+        hidden states: only the section for stored ones has the attribute `waiting`.
         """
         return getattr(getattr(self, "hidden_states", None), "waiting", None)
 
@@ -417,12 +418,13 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
     """Return the keys of `eval:` that only some methods have, to define options of a command.
 
     Args:
-        condition: replaces the condition under which a key has an effect, for a command that has
-            no `eval.engine`.
+        condition: the condition under which the keys have an effect. It replaces their own, which
+            read keys that not every command has, such as `eval.engine`. None: their own.
 
     Returns:
         Type and field of each key by name, as pydantic's `create_model` takes them.
     """
+    # `like` copies a key of the recipe, so that the option has the same default, help and limits.
     keys: dict[str, tuple[object, object]] = {}
     for method in METHODS.values():
         section = select_eval_schema(method.recipe())
@@ -452,7 +454,7 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
         )
 
     # Each option that is not at its default must be used by one of the methods. The error names
-    # the methods that would use it.
+    # the methods that would use it. If the option is a section, the error names the changed key.
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])

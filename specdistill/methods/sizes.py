@@ -338,7 +338,8 @@ class ModelConfigInfo:
             return frozenset()
 
         # compressed-tensors names the excluded modules under `ignore`, other formats under
-        # `modules_to_not_convert`. Embedding and head are never quantized.
+        # `modules_to_not_convert`. Embedding and head are never quantized. The name of a parameter
+        # begins with that of its module.
         kept_patterns = [
             *(self.quantization.get("modules_to_not_convert") or []),
             *(self.quantization.get("ignore") or []),
@@ -545,7 +546,7 @@ def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSi
     Args:
         shape: the sizes of the head.
         draft_info: an existing head, which may have sliding windows; None for a head that is still
-            to be trained, which has none.
+            to be trained, which is planned without windows.
     """
     # A window limits the cache only if all layers have it.
     window = None

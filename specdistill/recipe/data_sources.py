@@ -197,7 +197,8 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
             continue
         check_path(entry, entry.split or split, key)
 
-        # Look for known columns in small files, before anything slow is imported or loaded.
+        # Look for known columns in small files, before anything slow is imported or loaded. Lines
+        # that cannot be read are passed over here, because `report` does nothing.
         path = Path(entry.source)
         if path.suffix == ".jsonl" and path.stat().st_size <= MAX_CHECKED_BYTES:
             column_names: dict[str, None] = {}  # a dict keeps the order, a set does not
@@ -227,7 +228,8 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
     path = Path(entry.source)
     is_file_name = path.suffix in LOADERS
 
-    # A file must exist. A similar name may be meant.
+    # A file must exist. A similar name in the same folder may be meant; without one, `nearest` is
+    # None, because no file has the name "".
     if is_file_name and not path.is_file():
         siblings = {
             sibling.stem: str(sibling)

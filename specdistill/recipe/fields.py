@@ -62,7 +62,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _select_keys_of_variants(cls, values: object) -> object:
-        """Write into the values which variant each inner section is.
+        """Write into the values which variant each inner section is; pydantic calls this first.
 
         A section has several variants (classes with different keys) if one of its keys decides
         which other keys there are. With the choice in the values, pydantic checks them against one
@@ -319,7 +319,8 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
     # A recipe that was recorded in a run lists the keys of all variants. Leave out those of other
-    # variants that have their defaults.
+    # variants that have their defaults. A required key of this variant is null in the record of
+    # another variant. The null is left out, too, so that pydantic reports the key as missing.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields

@@ -128,7 +128,8 @@ def _make_missing_key_error(
         keys_of_recipes: the required keys of recipes. For these the error also suggests to name a
             recipe that has them.
     """
-    # If a whole section must be given, name the first key in it that must be given.
+    # If a whole section must be given, name the first key in it that must be given. Of several
+    # variants the first is the one that is used by default.
     while variants := list_variants(field.annotation):
         fields = variants[0].model_fields
         required_names = [name for name, inner in fields.items() if inner.is_required()]
@@ -180,7 +181,8 @@ def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) ->
             [str(find_default(variant.model_fields[name])) for variant in variants],
         )
 
-    # The value is none of the names that the key accepts, such as `a|b`. Suggest the nearest one.
+    # The value is none of the names that the key accepts. Suggest the nearest one. `kind` lists the
+    # names, for example as `list of a|b or null`.
     if detail["type"] == "literal_error":
         names = kind.split(", ")[0].replace(" or null", "").removeprefix("list of ")
         return _make_no_choice_error(key, value, names.split("|"))

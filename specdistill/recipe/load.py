@@ -93,7 +93,8 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
     recipe = validate_recipe(schema, merge_values(arguments))
 
     # Keys that let somebody else's code run must be typed by the user. A recipe file, which may
-    # come from anybody, must not set them.
+    # come from anybody, must not set them. Without a file, such a key has been set inside a typed
+    # section, as in `target={trust_remote_code: true}`, which is refused, too.
     typed = dict(argument.split("=", 1) for argument in arguments)
     for argument in list_consent_keys(recipe.model_dump()):
         key, _, value = argument.partition("=")
@@ -171,7 +172,8 @@ def list_consent_keys(values: Mapping[str, object]) -> list[str]:
 def merge_values(arguments: Sequence[str]) -> dict[str, object]:
     """Merge the values of a recipe's file with those of the command line, which override them.
 
-    Interpolations `${…}` are resolved. The values are not validated yet.
+    Interpolations `${…}` are resolved. The values are not validated yet. If the command line sets
+    the number of epochs but not `max_steps`, the file's `max_steps` is dropped.
 
     Raises:
         UserError: if an argument is not of the form `key=value`, if the file cannot be read, if a
@@ -231,6 +233,7 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
     Raises:
         UserError: if an argument is not of the form `key=value`, or if a value is no valid YAML.
     """
+    # Go through the arguments together with the argument that follows each; "" follows the last.
     file = None
     overrides = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -363,10 +366,10 @@ def format_recipe(recipe: Section | dict[str, object], *, public: bool = False) 
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    """Read the YAML file of a recipe.
+    """Read the YAML file of a recipe. An empty file gives a config without keys.
 
     Raises:
-        UserError: if the file cannot be read, contains a secret, or has no keys.
+        UserError: if the file cannot be read, contains a secret, or holds anything but keys.
     """
     with convert_errors(
         (yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"

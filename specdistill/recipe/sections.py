@@ -530,7 +530,8 @@ class LookupFirstConfig(Section):
             k: the number of draft tokens per round.
         """
         # `find_missing_key` returns the first key whose value the engine does not support, with the
-        # values that it does support; None if all are supported.
+        # values that it does support; None if all are supported. An engine that is not in `ENGINES`
+        # is specdistill's own decoder, which supports all values.
         engine_lookup = ENGINES[engine].lookup if engine in ENGINES else None
         missing_key = engine_lookup.find_missing_key(self, k) if engine_lookup else None
         if missing_key:
@@ -552,6 +553,7 @@ class LookupFirstConfig(Section):
             UserError: if the draft would propose more than K tokens, if the engine cannot run the
                 lookup, or if the draft proposes a tree in compiled passes.
         """
+        # `levels` is the K of the draft: its tokens in a chain, or the depth of its tree.
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
             name = "draft_tree" if self.draft_tree else "draft_tokens"
@@ -561,6 +563,9 @@ class LookupFirstConfig(Section):
                 got=f"{size} with K = {k}",
                 expected="at most K, the number of tokens that a lookup drafts",
             )
+
+        # The settings of some commands have no engine and no sweep over K: they decode with
+        # specdistill's own decoder, and with this K only.
         self.check_engine(
             key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)
         )
@@ -810,6 +815,8 @@ class EvalConfig(MeasurementConfig):
     @model_validator(mode="after")
     def _check_sweeps(self) -> "EvalConfig":
         """Check that each setting of `eval.sweep` can be varied with the chosen engine."""
+        # Each setting has a condition. Those that are not in the dictionary can only be varied
+        # where this process decodes.
         for name, values in vars(self.sweep).items():
             condition = {
                 "concurrency": SERVER_DECODES,

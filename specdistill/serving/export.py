@@ -67,30 +67,25 @@ def export(
     """Write a draft into a new folder that an inference engine can load, with SERVE.md in it.
 
     SERVE.md says how to serve the draft with this engine. The draft itself may be in the layout
-    (names of files, tensors and keys) of any project that specdistill reads.
+    (names of files, tensors and keys) of any project that specdistill reads. The facts that the
+    commands in SERVE.md are built from are returned.
 
     Args:
         draft: the folder of the draft.
-        engine: the name of the engine, e.g. `vllm`. It must have a `serve_command`.
+        engine: the name of an engine that has a `serve_command`, e.g. `vllm`.
         output_dir: the new folder.
-        target: the draft's target. It is needed if the engine's layout contains a part of the
-            target (`mtp`, speculators), or if a draft in another project's layout lacks a part
-            that the target has. If it is given, the draft must belong to it.
-        report: the draft's report.json. None: `report/report.json` next to the draft's folder, if
-            `finds_report`.
-        num_speculative_tokens: K in the commands, draft tokens per round. None: K of the report.
-        finds_report: whether to look for the report if `report` is None.
+        target: the draft's target. It is needed if the engine's layout contains a part of it
+            (`mtp`, speculators), or if a draft in another project's layout lacks such a part.
+        report: the draft's report.json. None: the one next to the draft, if `finds_report`.
+        num_speculative_tokens: K in the commands; None: K of the report.
+        finds_report: whether to look there for a report that is not given.
         merges: whether to merge the target's adapter, if it has one, into a copy of the target in
-            the folder `<output_dir>-target`. The commands then serve this copy.
-        logs: whether to log the warnings of the check of the draft against its target. SERVE.md
-            has the warnings in any case.
-
-    Returns:
-        The facts that a command to serve the draft is built from.
+            `<output_dir>-target`, which the commands then serve.
+        logs: whether to log the warnings of the checks, which SERVE.md has in any case.
 
     Raises:
-        UserError: before anything is written, for a draft that is not complete, and for what the
-            engine cannot express.
+        UserError: before anything is written, for a draft that is not complete or does not belong
+            to the target, and for what the engine cannot express.
         ResourceError: if the Hub or the disk fails.
     """
     # Check the draft, the engine and the target before anything is written.
@@ -308,7 +303,7 @@ def check_engines(
 
 @contextmanager
 def _report_engine_key(key: str) -> Iterator[None]:
-    """Let a UserError of the block name a recipe key instead of the argument `engine`.
+    """Let a UserError of a `with` block name a recipe key instead of the argument `engine`.
 
     Args:
         key: the recipe key that names the engine, e.g. publish.exports[0].
@@ -370,7 +365,8 @@ def list_measured_fields(
     dtype = None if engine.get("name") == "llama.cpp" else dtype
 
     # Read the number of GPUs from the command that started the engine: vLLM has
-    # --tensor-parallel-size, SGLang --tp-size. Then find the best K at the measured load.
+    # --tensor-parallel-size, SGLang --tp-size. Then find the best K at the measured load, which is
+    # that of the first row of the results.
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
     k_by_load = {length.batch_size: length.k for length in lengths}
     best_k = k_by_load[report_keys["results"][0]["batch_size"]] if k_by_load else None
@@ -445,7 +441,8 @@ def serve_md(
         findings: the findings of the check of the draft against its target.
         engines: a sentence about which engines serve such a draft; empty if all of them do.
     """
-    # Fill the dtype and the tokens of one sequence and of four sequences into the engine's flags.
+    # Fill the dtype and the tokens of one sequence into the engine's flags, and those of four
+    # sequences, which stand for several requests at once.
     assert engine.serve_command is not None
     values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]
@@ -509,7 +506,7 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
             reasons = phrases.describe_failed_rules(report)
             caveats.append(escape_markdown(f"Its gate: {verdict}. {reasons}"))
 
-    # A draft that slows decoding down.
+    # A draft that slows decoding down. A row without a measured speedup is no reason against it.
     if row.get("speedup", 1) < 1:
         caveats.append(
             escape_markdown(

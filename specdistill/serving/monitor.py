@@ -100,7 +100,8 @@ def summarize_acceptance(
         ResourceError: for counters that are missing or fall, and for more accepted than drafted
             tokens.
     """
-    # Count what was drafted over the whole time. Rounded counters may be off by a little.
+    # Count what was drafted over the whole time. Rounded counters may be off by a little. The
+    # largest counter in `drafting` is the second one, which counts tokens, so it is rounded most.
     row = client.compute_drafted(pages[0], pages[-1])
     num_drafts = row["num_drafts"]
     drafted = row["num_draft_tokens"]
@@ -171,7 +172,8 @@ def _estimate_blur(client: Client, page: Counters, name: str) -> float:
         name: the name of the counter.
     """
     # The error is the largest power of ten up to rounding * value: for 1.23457e+06 that is 10, the
-    # largest power of ten up to 1e-5 * 1,234,570 = 12.3.
+    # largest power of ten up to 1e-5 * 1,234,570 = 12.3. Counts are whole numbers, so a value whose
+    # last digit is the unit 1 (or smaller, hence the `max`) is exact.
     unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
     return unit if unit > 1 else 0
 
@@ -190,7 +192,7 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
     """
     # In each part, the rounding error of a counter may be at most the share MAX_BLUR of its growth.
     # Find how much longer than `seconds` to watch, so that this holds for the counters of drafts
-    # and of draft tokens.
+    # and of draft tokens. For a counter that did not grow at all, no factor is known to be enough.
     needed_factor = 0.0
     for name in client.drafting[:2]:
         growth = pages[-1][name] - pages[0].get(name, 0.0)

@@ -46,8 +46,9 @@ DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 def register() -> None:
     """Let vLLM's workers look up tokens before they draft, if an environment variable says so.
 
-    vLLM calls this function in each of its processes, as an entry point. LOOKUP_VARIABLE holds the
-    settings of the lookup as JSON. Without this variable nothing changes.
+    vLLM calls this function in each of its processes, as an entry point. The decorator `cache`
+    makes a second call in the same process do nothing. LOOKUP_VARIABLE holds the settings of the
+    lookup as JSON. Without this variable nothing changes.
 
     Raises:
         UserError: for settings that describe no lookup, and for a version of vLLM that the plugin
@@ -64,8 +65,8 @@ def register() -> None:
     original_init = WorkerBase.__init__
     check_version(vllm.__version__)
 
-    # Replace the worker's constructor. It receives vLLM's configuration, which must be checked
-    # before the lookup is installed.
+    # Replace the constructor of vLLM's workers, the objects that run the model. It receives vLLM's
+    # configuration, which must be checked before the lookup is installed.
     @wraps(original_init)
     def init_with_lookup(
         worker: WorkerBase, vllm_config: "VllmConfig", *arguments: object, **options: object
@@ -248,6 +249,7 @@ def look_up_tokens(
         k: the most tokens to look up.
         config: the settings of the lookup.
     """
+    # `length` is the number of tokens of the row in vLLM's batch, without draft tokens.
     batch = runner.input_batch
     for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
         request = runner.requests[name]

@@ -189,6 +189,7 @@ def find_backbone(model: PreTrainedModel) -> nn.Module:
     Raises:
         LookupError: if no module has such a list.
     """
+    # Some classes return the model itself from `get_decoder`, which is not only the backbone.
     for part in (model.get_decoder(), *model.children()):
         if part is not model and find_layer_lists(model, part):
             module: nn.Module = part
@@ -248,7 +249,10 @@ def _find_parts(
     head_outputs: list[Tensor] = []
 
     def replace_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Record the head's input, and return known numbers in place of its output."""
+        """Record the head's input, and return known numbers in place of its output.
+
+        The logits then show what the class computes from the output of its head.
+        """
         head_inputs.append(args[0])
         head_outputs.append(_build_powers_of_two(output))
         return head_outputs[0]
@@ -311,15 +315,16 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
         y: the logits that the class computes from these numbers.
 
     Returns:
-        The scale and the cap. The cap is None if y = scale · x. None instead of both if the class
-        computes another function.
+        A pair of the scale and the cap, in which the cap is None if y = scale · x. If the class
+        computes any other function, None is returned instead of a pair.
     """
     if x.shape != y.shape:
         return None
     x = x.flatten()
     y = y.flatten().double()
     # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. If there is a
-    # cap, the largest logit is equal to it.
+    # cap, the largest logit is equal to it. `finish` does not use the head's linear layer, so it is
+    # None here.
     scale = _round_to_one(float(y[0] / x[0]))
     largest_logit = float(y.abs().max())
     for cap in (None, largest_logit):

@@ -69,13 +69,13 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, new, head_dim], and return the whole blocks.
+        """Append keys and values [B, heads, new, head_dim], and return all of them with spare room.
 
-        The blocks have room for more tokens than there are. Positions after the last token are
-        zero, and the attention mask hides them.
+        After the prompt, keys and values have room for a multiple of BLOCK tokens. Positions after
+        the last token are zero, and the attention mask hides them.
         """
         end = self.length + key_states.shape[2]
-        # The prompt becomes the first block as it is.
+        # The first pass reads the prompts. Their keys and values are kept without spare room.
         if not self.is_initialized:
             keys = key_states
             values = value_states
@@ -84,7 +84,7 @@ class GrowingLayer(DynamicLayer):
             assert self.keys is not None and self.values is not None
             keys = self.keys
             values = self.values
-            # The block grows if the new tokens do not fit into it. Then the tokens are written.
+            # Copy them into longer tensors if the new tokens do not fit. Then write the new tokens.
             room = round_up_length(self.length, end)
             if keys.shape[2] != room:
                 padding = (0, 0, 0, room - self.length)
@@ -100,7 +100,8 @@ class GrowingLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many positions a mask must cover for `query_length` new tokens, and offset 0.
 
-        transformers calls this to build the attention mask.
+        transformers calls this to build the attention mask. The offset is the number of positions
+        that the cache has dropped at its beginning, and this layer drops none.
         """
         return round_up_length(self.length, self.length + query_length), 0
 
@@ -383,7 +384,8 @@ def _generate_part(
     )
     seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_seen
     cache = _create_growing_cache(model)
-    # A token's position is the number of tokens before it, without padding.
+    # A token's position is the number of tokens before it, without padding. For the padding this
+    # would be -1, so it gets 0.
     positions = (seen_mask[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
@@ -507,7 +509,8 @@ def _draw(logits_rV: Tensor, temperatures_r: Tensor, uniform_r1: Tensor) -> Tens
     """
     # The drawn token is the first whose cumulative sum exceeds u times the total, with the uniform
     # number u. The total is 1 except for rounding. Without the factor, a u near 1 could exceed
-    # every cumulative sum.
+    # every cumulative sum. If u times the total is rounded to the total, no sum exceeds it, and
+    # `searchsorted` returns V, which is no token. The clamp then takes the last token.
     probabilities = (logits_rV.float() / temperatures_r[:, None]).softmax(-1)
     cumulative = probabilities.cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform_r1 * cumulative[:, -1:], right=True)

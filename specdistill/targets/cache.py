@@ -75,7 +75,7 @@ def _append_positions(
     """Write new positions into a buffer of keys or values, and return the buffer.
 
     If the new positions do not fit, they are written into a longer copy of the buffer. B is the
-    number of sequences, G that of key/value heads, and d their size.
+    number of sequences, G the number of key/value heads, and d the size of a head.
 
     Args:
         buffer: [B, G, room, d], with room for S positions or more; None before the first pass.
@@ -86,6 +86,7 @@ def _append_positions(
     Returns:
         The buffer, or its longer copy.
     """
+    # transformers sets keys and values to None until a layer is initialized, which it is by now.
     assert shown is not None
     end = num_held + new.shape[-2]
     # Allocate a longer buffer if there is none, or if the new positions do not fit. A batch that
@@ -173,4 +174,5 @@ def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             # Crop only keys and values. The state is restored below.
             DynamicLayer.crop(layer, -count)
+        # The saved state of a layer that was cropped as a whole is empty.
         vars(layer).update(state)

@@ -53,7 +53,8 @@ class CacheSize:
         """
         total = 0
         for layer in self.layers:
-            # Heads and states are divided between the devices, and rounded up (-(-a // b)).
+            # Heads and states are divided between the devices, and rounded up (-(-a // b)). The
+            # layer's size is that of all its heads, so it is scaled to the heads of one device.
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
             total += tokens * layer.size // layer.heads * heads * itemsize
@@ -157,7 +158,8 @@ def _measure_layer(layer: object, longer_layer: object) -> LayerCache:
         if growth == 0:
             state_bytes += tensor.nbytes
 
-    # Only keys of shape [batch, heads, tokens, size] can be divided between devices by heads.
+    # Only keys of shape [batch, heads, tokens, size] can be divided between devices by heads. A
+    # sliding window includes the query itself, so the cache keeps one token less than the window.
     keys = getattr(layer, "keys", None)
     is_sliding = getattr(layer, "is_sliding", False)
     return LayerCache(

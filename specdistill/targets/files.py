@@ -171,7 +171,8 @@ class Shards:
         def read_header(weights: Any, name: str) -> Tensor:
             """Return an empty tensor with the shape and dtype of a tensor in an open file."""
             shape = weights.get_slice(name).get_shape()
-            # A tensor without dimensions cannot be sliced.
+            # An empty slice is enough to learn the dtype. A tensor without dimensions cannot be
+            # sliced, so its one number is read.
             part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)
             return torch.empty(shape, dtype=part.dtype, device="meta")
 
@@ -227,7 +228,8 @@ def read_config(
     if not path.is_file():
         raise _build_missing_config_error(folder, key, expected)
 
-    # Check the types of all keys that are read later, in the config and in its nested sections.
+    # Check the types of all keys that are read later, in the config and in its nested sections. A
+    # section that is missing or null is checked like an empty one.
     config = read_keys(path, key, expected)
     nested_sections = [config.get(name) for name in (*NESTED_SECTIONS, "rope_parameters")]
     for section in (config, *nested_sections):
@@ -271,6 +273,7 @@ def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) ->
     Raises:
         UserError: for a value of another type.
     """
+    # pydantic's message is "Input should be", followed by what is expected.
     try:
         return _build_adapter(kind).validate_python(config.get(name), strict=True)
     except ValidationError as error:
@@ -311,8 +314,8 @@ def combine_hashes(hashes: Iterable[str]) -> str:
 def hash_contents(paths: Iterable[Path]) -> str:
     """Return one sha256 of the names and contents of files, whatever folders they are in."""
     files = list(paths)
-    # Links are resolved, so that the content of each file is read. Of a link in the Hub's cache,
-    # `hash_file` would trust the name of the file that it leads to, which is a hash.
+    # A file in the Hub's cache is a link to a file that is named by its hash. Given the link,
+    # `hash_file` would return this name without reading the file. So links are resolved first.
     hashes = hash_files(path.resolve() for path in files)
     return combine_hashes(
         f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True)
@@ -407,7 +410,7 @@ class TargetFiles:
         folder = self.fetch("config.json", INDEX, *TOKENIZER, *self._gguf)
         weights = hash_files(folder / file for file in self._gguf) or self._hash_weights(folder)
 
-        # An adapter changes the weights, so the hashes of its files are added to theirs.
+        # An adapter changes the weights, so the hashes of its files are added to the list.
         if self.adapter is not None:
             adapter_folder = fetch(
                 self.adapter,

@@ -264,7 +264,7 @@ class FrozenTarget:
     def eos_token_ids(self) -> frozenset[int]:
         """The ids of the tokens that end a generation.
 
-        They are those of the generation config. If it names none, those of the model's config.
+        The generation config names them. If it names none, the model's config does.
         """
         generation = self.model.generation_config
         return frozenset(end_tokens(self.config if generation.eos_token_id is None else generation))
@@ -522,7 +522,7 @@ def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dic
     def keep_input(
         layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
-        """Keep the hidden states that a layer gets as its input."""
+        """Keep the hidden states that a layer gets, as first argument or as keyword."""
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -619,7 +619,8 @@ def _divide_value(value: Any, name: str, divisor: int) -> Any:
     """
     if isinstance(value, dict):
         return {key: _divide_value(part, str(key), divisor) for key, part in value.items()}
-    # Token ids (keys with `token_id` or `token_ids`) could be outside the divided vocabulary.
+    # Token ids (keys with `token_id` or `token_ids`) could be outside the divided vocabulary. A
+    # divisor of 1 keeps the vocabulary, and so the ids.
     if divisor > 1 and "token_i" in name and value is not None:
         return [0] if isinstance(value, list) else 0
     if isinstance(value, list) and name.endswith("_section"):

@@ -45,7 +45,8 @@ def find_converted(file: Path) -> Path | None:
     Returns:
         The folder of the copy; None if the file has not been converted.
     """
-    # The name of the folder is the hash of the file, followed by the dtype.
+    # The name of the folder is the hash of the file, followed by the dtype. Of several copies, the
+    # first by name is taken.
     return min(
         (path for path in _cache_root().glob(f"{hash_file(file)}-*") if path.is_dir()), default=None
     )
@@ -124,8 +125,8 @@ def _convert(
     with create_folder(folder, key="target.cache") as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        # The file is not needed: the only settings of generation in a GGUF file are its end tokens,
-        # which config.json has, too.
+        # generation_config.json is not needed: the only settings of generation in a GGUF file are
+        # its end tokens, which config.json has, too.
         (partial / "generation_config.json").unlink(missing_ok=True)
 
 

@@ -359,7 +359,8 @@ def load_working_tokenizer(
     """Load a tokenizer, and check that it can tokenize a text.
 
     AutoTokenizer accepts settings of a wrong type, which fail only when a text is tokenized. So one
-    letter is tokenized here.
+    letter is tokenized here. If the folder is the safetensors copy of a GGUF file,
+    `restore_tokenizer` first removes rules that the GGUF file does not have.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     restore_tokenizer(tokenizer, folder)
@@ -539,8 +540,8 @@ def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenize
 def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
     """Merge a peft LoRA adapter into the weights of a model (arXiv 2106.09685).
 
-    An adapter names the model that it was trained for. The last part of that path or Hub id must be
-    the last part of `base`.
+    An adapter names the model that it was trained for, by a path or a Hub id. The last part of this
+    name must be the last part of `base`, in small or capital letters.
 
     Args:
         model: the model.

@@ -114,7 +114,7 @@ def map_large_tensors(vocab_size: int) -> Iterator[None]:
     with a vocabulary of 262,144 took 10 GB more in all. With a fixed threshold this does not
     happen. Mapping memory at each step costs about 3 % of the time.
     """
-    # Other C libraries, such as musl or that of macOS, have no such threshold.
+    # Other C libraries, such as musl or the C library of macOS, have no such threshold.
     libc = ctypes.CDLL(None)
     if vocab_size < LARGE_VOCABULARY or not hasattr(libc, "gnu_get_libc_version"):
         yield

@@ -66,12 +66,13 @@ def attend_packed(
         The output [S, N, e], and the log-sum-exp of the scores [N, S], in the dtype that
         `choose_wide_dtype` returns.
     """
-    # Pad the heads to one size, as the kernels need it.
+    # Pad the heads to one size, as the kernels need it. The default scale depends on the size
+    # without padding, so it is computed first.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _align_heads(query_SNd, key_SGd, value_SGe)
 
     if _has_one_kernel(query):
-        # One call of a GPU's kernel computes all documents.
+        # One call of a GPU's kernel computes all documents. It returns no debug mask (False).
         packing, options = _list_kernel_arguments(cumulative_lengths, longest, window, scale)
         output, lse, *_ = aten._flash_attention_forward(
             query, key, value, *packing, False, **options
@@ -112,8 +113,9 @@ def attend_packed_backward(
         query_SNd: [S, N, d].
         key_SGd: [S, G, d], with G key/value heads.
         value_SGe: [S, G, e].
-        output_SNe: [S, N, e], the output. Its softmax may be over more keys than these.
-        lse_NS: [N, S], the log-sum-exp of the scores of the same softmax as the output.
+        output_SNe: [S, N, e], the output. The caller may have computed its softmax over further
+            keys, too. The gradient of the query is then the part that comes from `key_SGd`.
+        lse_NS: [N, S], the log-sum-exp of all scores of that softmax.
         cumulative_lengths: where each document begins, then S, as in `attend_packed`.
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; None for all up to itself.
@@ -122,7 +124,8 @@ def attend_packed_backward(
     Returns:
         The gradients [S, N, d], [S, G, d] and [S, G, e].
     """
-    # Pad the heads to one size, as the kernel needs it.
+    # Pad the heads to one size, as the kernel needs it. The default scale depends on the size
+    # without padding, so it is computed first.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     grad, query, key, value, output = _align_heads(
         grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe
@@ -212,9 +215,9 @@ def attend_cached(
 ) -> Tensor:
     """Compute causal attention of T new positions to all S positions of a KV cache.
 
-    The new positions are the last of the S. A mask [T, S] is only built if neither a GPU's kernel
-    nor plain causality will do, because with a mask torch repeats keys and values for every query
-    head.
+    The new positions are the last of the S. With a mask [T, S], torch would repeat keys and values
+    for every query head, so a mask is avoided in two cases. A GPU's kernel computes causality and
+    windows itself. And if nothing is cached and the window holds all, plain causality is enough.
 
     Args:
         query_1NTd: [1, N, T, d], with N query heads of size d.
@@ -234,7 +237,8 @@ def attend_cached(
         *(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe))
     )
 
-    # A GPU's kernel computes causality and windows itself.
+    # A GPU's kernel computes causality and windows itself. There is one sequence, so no boundaries
+    # are given (None).
     if _has_one_kernel(query):
         output, *_ = aten._flash_attention_forward(
             query,
@@ -338,7 +342,10 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    """Count the floating-point operations of `attend_packed`, from the shapes of its arguments."""
+    """Count the floating-point operations of `attend_packed`, from the shapes of its arguments.
+
+    torch's flop counter calls this with shapes in place of tensors.
+    """
     # Two matrix products are counted: they compute the scores (width d) and the output (width e).
     return _count_products(query, longest, window, width=query[-1] + value[-1])
 
@@ -357,7 +364,10 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    """Count the operations of `attend_packed_backward`, from the shapes of its arguments."""
+    """Count the operations of `attend_packed_backward`, from the shapes of its arguments.
+
+    torch's flop counter calls this with shapes in place of tensors.
+    """
     # Five matrix products are counted: the scores, which are computed again (width d), the gradient
     # of the softmax weights (e), and the gradients of queries (d), keys (d) and values (e).
     return _count_products(query, longest, window, width=3 * query[-1] + 2 * grad[-1])
@@ -418,22 +428,25 @@ def _list_kernel_arguments(
     `torch.nn.attention.varlen` calls the kernel in the same way.
     """
     # Queries and keys have the same boundaries and the same greatest length, and there is no
-    # dropout. The last argument is causality, which a window implies.
+    # dropout (0.0). The last argument asks for causality. With a window it is False, because a
+    # window that ends at the token itself is causal already.
     arguments = (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None)
     return arguments, {"scale": scale, **_convert_window(window)}
 
 
 def _convert_window(window: int | None) -> dict[str, int]:
     """Return the kernel's options for a sliding window, which does not count the token itself."""
-    # -1: no window. On the right, which is after the token, nothing is seen.
+    # The options are the numbers of tokens seen to the left (-1 for all) and to the right (none,
+    # because these come later).
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _group_heads(x_SHd: Tensor, groups: int) -> Tensor:
     """Return a view [G, H / G, S, d] of heads [S, H, d], grouped by the key/value head they use.
 
-    S is the number of tokens, and H that of query heads, of which several share one of G key/value
-    heads. For keys and values H is G, so the second dimension is one.
+    S is the number of tokens, and d the size of a head. For queries, H is the number of query
+    heads, and each of the G key/value heads is shared by H / G of them. For keys and values H is G,
+    so the second dimension is one.
     """
     output: Tensor = x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     return output
@@ -501,6 +514,7 @@ def _attend_block(
         The output [G, N / G, rows, d] and the log-sum-exp [G, N / G, rows].
     """
     # A CPU's kernel needs keys and values for every query head; `expand` copies nothing.
+    # There is no dropout (0.0). Without a bias the kernel applies causality itself.
     if _has_fused_kernel(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(

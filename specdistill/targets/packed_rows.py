@@ -178,7 +178,7 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         continues from one document into the next, and for ALiBi, which counts positions on.
     """
     # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after NUM_CACHED tokens,
-    # so each row packs two documents: one of NUM_CACHED tokens, and the rest.
+    # so each row packs two documents: the first NUM_CACHED tokens, and the remaining tokens.
     backbone = find_backbone(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
     inputs = {
@@ -192,8 +192,9 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         last_hidden: Tensor = backbone(**backbone_inputs, use_cache=False).last_hidden_state
         return last_hidden
 
-    # The last document of each row must have the hidden states that it has without the documents
+    # The last document of each row must have the hidden states that it has without the document
     # before it. Autocast is off, because its rounding would look like one document seeing another.
+    # `run_in_one_row` returns one long row, so all hidden states are viewed as two rows.
     with torch.autocast(model.device.type, enabled=False):
         alone_hidden = run({"input_ids": ids_BT[:, NUM_CACHED:]})
         for method in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
@@ -255,15 +256,15 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within documents. A model class of transformers calls this.
 
-    The mask describes what `sdpa` would compute, and the keywords describe what flash attention
-    would compute. If the windows of both differ, as for attention in chunks, neither is right, so
-    this function refuses.
+    The class describes its attention twice: by a mask, which `sdpa` would use, and by keywords,
+    which flash attention would use. If the mask has another window than the keywords, as for
+    attention in chunks, the class needs more than a sliding window, so this function refuses.
 
     Args:
         module: the attention module that calls this.
         query_BNTd: [B, N, T, d]: B rows, N query heads, T positions, heads of size d.
         key_BGTd: [B, G, T, d], with G key/value heads; cached positions come before new ones.
-        value_BGTe: [B, G, T, e], likewise.
+        value_BGTe: [B, G, T, e], with values of size e for the same positions.
         attention_mask: the `CausalMask` that `capture_mask` returned.
         cu_seq_lens_q: where each document begins in the concatenated rows, then the end. None if
             the queries are the last positions of one sequence.
@@ -315,6 +316,7 @@ AttentionMaskInterface.register(NAME, capture_mask)
 @contextmanager
 def replace_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
     """Make the models of these configs use `attend` instead of `sdpa` while the block runs."""
+    # The configs had `sdpa` before (see `find_sdpa_configs`).
     try:
         for config in configs:
             # A dictionary sets only the config's own attention, not that of configs within it.

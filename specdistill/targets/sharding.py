@@ -82,7 +82,10 @@ def shard_class(
         )
 
     def init(self: PreTrainedModel, *args: object, **options: object) -> None:
-        """Initialize a model of the original class, and divide its layers between the processes."""
+        """Initialize a model of the original class, and divide its layers between the processes.
+
+        This is the `__init__` of the subclass that `shard_class` returns.
+        """
         model_class.__init__(self, *args, **options)
         # The subclass is only needed for this method, so the model gets its original class back.
         self.__class__ = model_class

@@ -159,8 +159,9 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
     fields = {**defaults, **_check_fields(train)}
     _check_combinations(fields)
 
-    # Adapt the fields. Of a metric like `loss_1` the Trainer would take the greatest value as the
-    # best. It would also compile the whole model, where this project compiles layer by layer.
+    # Adapt the fields. For a metric such as `loss_1` the Trainer would take the greatest value as
+    # the best, so `greater_is_better` is set here. The fields of torch.compile are removed, because
+    # the Trainer would compile the whole model, and this project compiles layer by layer.
     metric = fields.get("metric_for_best_model")
     if metric:
         fields.setdefault("greater_is_better", "loss" not in metric)
@@ -305,7 +306,7 @@ def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserErr
     Returns:
         An error that names the field; None if several fields conflict.
     """
-    # All messages about several fields are known.
+    # EXCLUSIVE_FIELDS knows all messages about several fields.
     message = str(error)
     if any(part in message for part in EXCLUSIVE_FIELDS):
         return None
@@ -358,7 +359,8 @@ def is_sharded() -> bool:
 def is_weight_sharded() -> bool:
     """Return whether a process of this launch holds only a part of the draft's weights.
 
-    A launch that shards only the optimizer's state leaves the weights whole.
+    FSDP and stage 3 of DeepSpeed's ZeRO divide the weights. Stages 1 and 2 of ZeRO divide only the
+    optimizer's state and gradients.
     """
     return is_launched_with("FSDP") or (
         is_launched_with("DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
@@ -425,7 +427,8 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
     if not is_sharded():
         return
 
-    # FSDP: only the second version is supported, with whole state dicts.
+    # FSDP: only the second version is supported, with whole state dicts. If the variables are not
+    # set, accelerate takes the first version, and the second version divides state dicts.
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
         fsdp_version = os.environ.get("FSDP_VERSION", "1")
@@ -481,7 +484,8 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
                 text=hint if "install" in str(error) else "",
             ) from error
 
-    # Build the schedule once, to see whether its options are valid.
+    # Build the schedule once, to see whether its options are valid. It needs an optimizer, which is
+    # one without a model here, and is not used any further.
     schedule = arguments.lr_scheduler_type
     options = arguments.lr_scheduler_kwargs
     optimizer = torch.optim.SGD([torch.zeros(1)], arguments.learning_rate)
@@ -551,7 +555,8 @@ def _join_processes(arguments: TrainingArguments) -> None:
     if count_processes() == 1:
         return
 
-    # Reading the property `device` starts the process group. It is left when the process exits.
+    # Reading the property `device` starts the process group. This process leaves the group when it
+    # exits.
     _ = arguments.device
     atexit.register(leave_process_group)
     state = arguments.distributed_state

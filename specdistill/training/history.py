@@ -134,6 +134,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     Raises:
         UserError: naming `key`, for a history that cannot be read.
     """
+    # Histories that earlier versions wrote may hold NaN.
     folder = draft_folder.resolve()
     path = folder.parent / HISTORY
     if folder.name != "draft" or not path.is_file():
@@ -279,7 +280,7 @@ class ProgressLines(TrainerCallback):
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
 
         # Format the figures. Estimate the time left from the steps since training began or resumed,
-        # once there are enough of them.
+        # once there are enough of them. At the last step no time is left, so it needs no estimate.
         parts = [
             template.format(figures[name])
             for name, template in PROGRESS_FIGURES.items()
@@ -304,7 +305,8 @@ def read_cumulative(entry: dict[str, float]) -> list[float]:
     The cumulative acceptance is the share of simulated drafts that are accepted up to the position.
     The list is empty for an entry that is no evaluation.
     """
-    # There is one key for each position. Their number is not known, but less than that of all keys.
+    # There is one key for each position, from 1. The number of positions is not known, but it is
+    # less than the number of keys, because an entry has other keys, too, such as `step`.
     names = [f"{CUMULATIVE}{k}" for k in range(1, len(entry))]
     return [entry[name] for name in names if name in entry]
 

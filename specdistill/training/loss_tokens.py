@@ -40,8 +40,10 @@ def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
             np.stack(batch["position_ids"]) >= ahead
         )
         # A token's place in its run is the count of loss tokens up to it, minus the count up to the
-        # last token without loss. A document's first token has no loss, so no run continues into
-        # the next document. (B is the number of rows of a batch.)
+        # last token without loss. For tokens with loss 0 1 1 0 1, the counts are 0 1 2 2 3, the
+        # counts up to the last token without loss 0 0 0 2 2, and the places 0 1 2 0 1. A document's
+        # first token has no loss, so no run continues into the next document. (B is the number of
+        # rows of a batch.)
         counts_BT = has_loss_BT.cumsum(1)
         before_BT = np.maximum.accumulate(np.where(has_loss_BT, 0, counts_BT), axis=1)
         longest.append((counts_BT - before_BT).max(axis=1))
@@ -66,7 +68,8 @@ def select_learnable_rows(
     Raises:
         UserError: if no training row or no validation row is left.
     """
-    # Measure each row's longest run of loss tokens that the method can predict.
+    # Measure each row's longest run of loss tokens that the method can predict. An objective that
+    # does not set `ahead` has the default, 1.
     ahead = getattr(objective, "ahead", Objective.ahead)
     key = "data.rows" if config.rows else "data.source"
     runs = [find_longest_runs(rows, ahead) for rows in sets]

@@ -88,6 +88,7 @@ class SoftTargets:
         """
         # The hidden state at the position before a token predicts that token.
         hidden_RD = gather_before(last_hidden_BTD, loss_positions, 1)
+        # For a draft with all tokens, the whole head is also the pruned one, and needs no ids.
         if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, prune_head(head, ids_W), temperature)
@@ -116,7 +117,8 @@ class SoftTargets:
             mass_r = torch.ones_like(top1_r, dtype=torch.float32)
             return TargetDistributions(logits_rV.softmax(-1), mass_r, top1_r)
 
-        # Renormalise over the draft's tokens. Their mass is the ratio of the two normalisers.
+        # Renormalise over the draft's tokens. Their mass is the ratio of two sums of exp(logit):
+        # over the draft's tokens, and over all tokens.
         logits_rW = logits_rV.index_select(-1, self.ids_W)
         probs_rW = logits_rW.softmax(-1)
         mass_r = (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp()
@@ -151,8 +153,8 @@ def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
     Args:
         x_BTD: states of a batch: B rows of T positions, each of size D.
         positions: positions in the flattened batch [B T], of any shape.
-        by: how many positions before. A position before the beginning of the batch is replaced by
-            its first position.
+        by: how many positions before. Where the batch has no such position, the first position of
+            the batch is taken.
 
     Returns:
         The states, [*positions.shape, D].
@@ -281,7 +283,8 @@ class Objective(nn.Module):
     def scale_output(self, factor: float) -> None:
         """Multiply the logits of a freshly initialized draft by a factor.
 
-        Where a draft's parts cannot do that exactly, they do it approximately.
+        With a factor below 1 the draft guesses more evenly, so that it does not begin with a large
+        loss. The draft scales some of its own weights. Not every draft can do this exactly.
         """
         self.draft.scale_output(factor)
 
@@ -308,6 +311,7 @@ class Objective(nn.Module):
                 got=f"true with layers of {type(self.layers[0]).__name__}",
                 expected=f"layers with an MLP, in an attribute named {' or '.join(names)}",
             )
+        # Replace the forward of each MLP by one that calls it through torch's `checkpoint`.
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
@@ -319,8 +323,9 @@ class Objective(nn.Module):
         Args:
             target: the target.
             inputs: the prepared batch. If features are read from a store and not computed by the
-                target, it has an entry `features`, one tensor of A auxiliary layers and the last
-                layer [B, A + 1, T, D]. The returned `features` replace this entry.
+                target, the batch has an entry `features`: one tensor [B, A + 1, T, D] with the
+                hidden states of A auxiliary layers and of the last layer. The returned `features`
+                replace this entry.
         """
         return self.read_target_outputs(target, inputs, inputs["loss_positions"])
 
@@ -450,9 +455,11 @@ class StepSums:
             measured: correct and accepted [K, R], if they are measured. They are zero where there
                 is no loss.
             by_chain: rearranges values [K, R] as the values [K, S] of S chains, so that each column
-                holds the K consecutive draft tokens of one chain.
+                holds the K consecutive draft tokens of one chain. By default, each column is a
+                chain already.
         """
-        # In the order of the attributes: sums over tokens first, then sums over chains.
+        # In the order of the attributes: sums over tokens first, then sums over chains. For
+        # `has_loss_KR` the sum over chains is the number of chains that reach a position.
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
         chain_sums = []
         if measured:
@@ -479,18 +486,20 @@ def arrange_in_chains(
 
     This is for a draft that predicts every token of the batch [B, T] from the token before it. So
     there are S = B T chains, one that starts at each position. The k-th value of a chain (from 0)
-    is that of the loss token k + 1 positions after its start, or zero if there is no loss token. A
-    chain does not continue into the next document, because the last token of a document predicts
-    nothing and has the value zero.
+    is the value of the token k + 1 positions after the start, or zero if that is no loss token. A
+    chain does not continue into the next document, because the first token of a document is no loss
+    token.
 
     Args:
         loss_positions_R: the positions of the R loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
         values_1R: one value for each loss token, e.g. 1 if the draft predicts it correctly, else 0.
+            The first dimension counts drafted positions, of which such a draft trains only one.
     """
     # Write each value to the position that predicts it: the one before the loss token. Then read K
-    # consecutive positions.
+    # consecutive positions. `loss_positions_R` is padded with 0, for which there is no position
+    # before. The padding has the value 0, so adding it to any position has no effect.
     roots_R = (loss_positions_R - 1).clamp_min(0)
     values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
     return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)])

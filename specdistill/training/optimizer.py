@@ -35,14 +35,16 @@ class SharedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the matrices of this process, and receive those of the other processes."""
-        # Divide the matrices that have a gradient. Every process computes the same division.
+        # Divide the matrices that have a gradient. Every process computes the same division. All
+        # matrices are in one parameter group.
         rank, num_processes = find_rank_and_world_size()
         (group,) = self.param_groups
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
 
-        # Update the momentum of the other processes' matrices, as torch's Muon does in those
-        # processes. The momentum of this process's matrices is updated by torch's step below.
+        # Every process keeps the momentum of all matrices. Update it for the other processes'
+        # matrices with the formula of torch's Muon. For the matrices of this process, torch's step
+        # below updates it.
         other_matrices: list[Tensor] = []
         for owner, share in enumerate(shares):
             if owner != rank:
@@ -90,8 +92,8 @@ def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]
 def count_flops(matrix: Tensor) -> int:
     """Return the floating-point operations of one Newton-Schulz step of Muon on a matrix.
 
-    For a matrix X [short, long], the step computes three matrix products: A = X Xᵀ, A · A, and the
-    sum of both (with factors) times X.
+    For a matrix X [short, long], the step computes three matrix products: A = X Xᵀ, then A · A, and
+    then (b A + c A · A) X with constants b and c.
     """
     # A product of [m, n] and [n, p] takes 2 m n p operations.
     short, long = sorted(matrix.shape)

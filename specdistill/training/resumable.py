@@ -92,7 +92,8 @@ class ResumableTrainer(Trainer):
         sampler = kwargs["train_dataloader"].batch_sampler
 
         # A run that resumes within an epoch skips batches with a wrapper around the sampler, and
-        # accelerate does not set the epoch of the sampler inside the wrapper. So it is set here.
+        # accelerate does not set the epoch of the sampler inside the wrapper. So it is set here. A
+        # sampler whose order is the same in every epoch has no `set_epoch`.
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
@@ -102,8 +103,8 @@ class ResumableTrainer(Trainer):
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """Finish as the Trainer does, but average `train_loss` over all processes.
 
-        The Trainer averages losses over processes only when it logs them. Without this method, the
-        losses of the steps after the last log would be those of this process alone.
+        The Trainer averages losses over processes only when it logs them. Without this method, each
+        process would use only its own losses for the steps after the last log.
         """
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -115,8 +116,9 @@ class ResumableTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
         """Return whether an evaluation is the best so far, as the Trainer does.
 
-        If the best draft is loaded at the end of training, also ask for a checkpoint now, even if
-        `train.save_steps` asks for none at this step.
+        The best draft is loaded from its checkpoint at the end of training, if the recipe asks for
+        it. So for a best evaluation also ask for a checkpoint now, even if `train.save_steps` asks
+        for none at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
@@ -223,8 +225,8 @@ class Stopping(TrainerCallback):
             self.received = number
             self.received_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # os.write instead of print, because the signal may have interrupted a print, which
-                # cannot be entered twice.
+                # The first process prints for all. It uses os.write instead of print, because the
+                # signal may have interrupted a print, which cannot be entered twice.
                 os.write(
                     2,  # stderr
                     f"{signal.Signals(number).name}: saving after this step; a second signal ends"
@@ -241,6 +243,7 @@ class Stopping(TrainerCallback):
         Some launchers do not pass a signal on to the processes that they started. When such a
         launcher ends, this process gets another parent process.
         """
+        # `launcher` is the parent process at the start; None for a process without a launcher.
         return self.received is not None or self.launcher not in (None, os.getppid())
 
     def on_step_end(
@@ -264,7 +267,8 @@ class Stopping(TrainerCallback):
         local_findings_2 = torch.stack([is_asked, ~is_finite]).long()
         findings_2 = self.trainer.accelerator.reduce(local_findings_2, "sum")
 
-        # Copy the counts to the CPU without waiting for the device.
+        # Copy the counts to the CPU without waiting for the device. The event `copied` will tell
+        # when the copy is done.
         cpu_findings_2 = findings_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
         copied = torch.cuda.current_stream().record_event() if findings_2.is_cuda else None
         self.unread.append(EndedStep(state.global_step, losses, cpu_findings_2, copied))
@@ -289,9 +293,11 @@ class Stopping(TrainerCallback):
         """Read the findings of all steps but the last, and stop the run if they ask for it.
 
         The findings of a step are two counts of processes: those that were asked to stop, and those
-        whose loss is not finite. The findings of the last step are read, too, if its weights are
-        about to be saved or evaluated. Otherwise they are read one step later, so that the CPU does
-        not wait for the device.
+        whose loss is not finite.
+
+        The findings of the last step are read one step later, so that the CPU does not wait for the
+        device. They are read at once if the weights are about to be saved or evaluated. This is
+        also the case for a run that stops, because it saves first.
         """
         uses_weights = (
             control.should_save or control.should_evaluate or control.should_training_stop
@@ -331,7 +337,7 @@ class Stopping(TrainerCallback):
     def _stop_if_not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
         """Write a file with the rows whose loss was not finite, and end the run by an error.
 
-        Every process calls this after the same step.
+        Every process calls this after the same step, because the rows are gathered from all.
 
         Args:
             step: the step in which the loss was not finite.
@@ -378,7 +384,8 @@ class Stopping(TrainerCallback):
             # The rows are a stream without numbers, as when the small target `pico` is trained.
             return [[] for _ in step.losses]
 
-        # Find the epoch of the step, and the step's place in it.
+        # Find the step's epoch, and its place in the epoch; steps are counted from 1. An epoch's
+        # last step may have fewer batches, so the number of steps in an epoch is rounded up.
         epoch, index = divmod(step.number - 1, math.ceil(num_batches / step_batches))
         loader.set_epoch(epoch)
         first = index * step_batches

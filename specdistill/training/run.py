@@ -192,7 +192,8 @@ class TrainingRun:
             UserError: if the run is resumed, and was started with other facts.
         """
         # Lock the folder, because only one run may write into it. One process locks the folder, and
-        # the others wait until it has.
+        # the others wait until it has. If an earlier run was killed there, a warning suggests to
+        # lower the key `saves_memory`.
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(
@@ -240,7 +241,8 @@ class TrainingRun:
             name for name, value in facts.items() if old_facts.get(name, value) != value
         ]
 
-        # Every process must have read the old record before the first one overwrites it.
+        # Every process must have read the old record before the first one overwrites it, and
+        # gathering waits for every process.
         differing_keys = list(
             itertools.chain.from_iterable(all_gather_object(local_differing_keys))
         )
@@ -257,7 +259,7 @@ class TrainingRun:
             )
 
     def _write_record(self, provenance: Mapping[str, object]) -> None:
-        """Write the recipe and the provenance of the run, and replace those of an earlier start.
+        """Write the recipe and the provenance of the run, in place of an earlier start's files.
 
         The files are written into the staging folder first, so that they are never half written.
         """
@@ -316,7 +318,7 @@ class TrainingRun:
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped, and save the draft.
 
-        The saved draft is that of the last step, or the best one if the recipe asks the Trainer to
+        The draft of the last step is saved, or the best draft if the recipe asks the Trainer to
         load it at the end. Only a DistillationTrainer has a draft.
         """
         with self.writer:
@@ -333,12 +335,13 @@ class TrainingRun:
                 key=lambda callback: callback is trainer.stopping
             )
 
-            # Of a resumed run, move the begin back by the seconds that it had trained before (NaN
-            # if unknown), so that its time includes them.
+            # A resumed run has trained for some seconds before (NaN if unknown). Move its beginning
+            # back by them, so that its wall time includes them.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
 
-            # Remove what an interrupted save left, before any process saves. Then train.
+            # Remove what an interrupted save left, before any process saves. Then train. With a
+            # large vocabulary, `map_large_tensors` keeps freed logits from filling the memory.
             if self.arguments.should_save:
                 shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
             all_gather_object(None)  # a barrier
@@ -402,6 +405,7 @@ def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
 
     The inputs are the target and the sources of the data.
     """
+    # The recipe that trains the small target pico has neither section.
     target = getattr(recipe, "target", None)
     data = getattr(recipe, "data", None)
     if target is not None and TARGET_IS_ON_HUB.holds(target) and target.revision is None:
@@ -490,4 +494,5 @@ def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[s
         train = {name: value for name, value in train.items() if name not in irrelevant_keys}
     target = dict(recipe.get("target") or {})
     target.pop("cache", None)
+    # `publish` is null in every returned recipe, so it never differs.
     return {**recipe, "target": target, "train": train, "publish": None}

@@ -120,7 +120,8 @@ class DistillationTrainer(ResumableTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
         """Return a sampler of rows whose order does not depend on the number of processes."""
-        # Orders that are not random do not depend on it either.
+        # Only a random order could depend on the number of processes, so any other order is left to
+        # the Trainer.
         if self.args.train_sampling_strategy != "random":
             return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -163,8 +164,8 @@ class DistillationTrainer(ResumableTrainer):
 
         The count (`num_items_in_batch`) is that of all micro-batches and processes of the step.
         Nothing else divides the loss. Data parallelism averages gradients over processes, so the
-        sum is multiplied by their number. The step's gradient is then the same however the step's
-        rows were divided into micro-batches and processes.
+        sum is multiplied by the number of processes. The step's gradient is then the same however
+        the step's rows were divided into micro-batches and processes.
         """
         total, sums = self._sum_losses(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
@@ -181,18 +182,20 @@ class DistillationTrainer(ResumableTrainer):
     ) -> tuple[None, Tensor, Tensor]:
         """Compute the sums of losses and metrics of one batch in an evaluation.
 
-        They are returned in place of logits and labels. The Trainer collects those of all batches
-        and gives them to `step_metrics`, which divides the sums.
+        The sums are returned in place of logits and labels. The Trainer concatenates the sums of
+        all batches along the first dimension, and gives them to `step_metrics`, which computes the
+        means.
 
         Returns:
             None in place of a loss. In place of logits, the eight sums of `StepSums` for each of K
             drafted positions [1, 8, K]. In place of labels, the loss and its count of loss tokens
-            [1, 2, P], where P is 1, or K if each position's loss is divided by its own count.
+            [1, 2, P]. P is 1, or K if each position's loss is divided by its own count.
         """
         # `number` is None, so that a batch is prepared the same way in every evaluation.
         inputs = self._prepare_inputs(self.objective.prepare(inputs, None))
         with torch.no_grad():
             total, sums = self._sum_losses(model, inputs, measure=True)
+        # A loss that is one sum (P = 1) is divided by the count of the first position.
         total = total.reshape(-1)
         counts = sums.loss_tokens[: len(total)].to(total)
         return None, sums.table().unsqueeze(0), torch.stack((total, counts)).unsqueeze(0)
@@ -219,7 +222,8 @@ class DistillationTrainer(ResumableTrainer):
         with torch.random.fork_rng(enabled=self.state.global_step == 0):
             metrics = select_finite(super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
 
-        # Decode with the draft as it is saved for users.
+        # Decode with the draft as it is saved for users, again without a change of the random
+        # numbers. All processes get the first one's length; the 0.0 of the others is not used.
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / STAGING_DIR / "measured"
             with saving(folder):
@@ -248,7 +252,7 @@ class DistillationTrainer(ResumableTrainer):
         """Log as the Trainer does, and add speed and memory to the log of a training loss.
 
         Tokens per second are the sum over all processes, without the time of evaluations and saves.
-        The peak memory is that of the process that needs most.
+        The peak memory is the largest of all processes.
         """
         # Logs without a loss are those of evaluations, and of the end of training.
         if "loss" in logs:
@@ -319,7 +323,8 @@ class DistillationTrainer(ResumableTrainer):
         if not self.args.should_save or (self.is_sharded and not state_dict):
             return
 
-        # Save the Trainer's file. Tied weights are saved only once.
+        # Save the Trainer's file. Tied weights are saved only once: their other names are listed in
+        # `_keys_to_ignore_on_save`.
         state = self.objective.state_dict() if state_dict is None else state_dict
         repeated_names = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
         kept_state = {name: tensor for name, tensor in state.items() if name not in repeated_names}
@@ -333,7 +338,8 @@ class DistillationTrainer(ResumableTrainer):
             folder: the folder in which the draft is written.
             state: the gathered weights of the objective; only needed for a sharded draft.
         """
-        # `whole` is a copy of a sharded draft on the CPU, with room for all weights.
+        # A draft that is not sharded is saved as it is. The weights of a sharded draft are loaded
+        # into `whole`, a copy of the draft on the CPU with room for all of them.
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None

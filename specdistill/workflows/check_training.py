@@ -126,10 +126,12 @@ def check_judgement(
 def check_new_draft(recipe: TrainedRecipe, files: TargetFiles, tokenizer: object) -> None:
     """Build the draft of a recipe without weights, to check that it fits its target.
 
-    The target is built from its config, and both are on the meta device, where tensors have shapes
-    and no content. The check is skipped for a draft that starts from a checkpoint, for a method
-    that cannot build its draft this way, and for a target whose class cannot be built without
-    weights. Those drafts are checked when the weights are loaded.
+    The target is built from its config, too. The target and the draft are built on the meta device,
+    where tensors have shapes and no content.
+
+    The check is skipped for a draft that starts from a checkpoint, for a method that cannot build
+    its draft without weights, and for a target whose class cannot be built without weights. Such
+    drafts are checked later, when the weights are loaded.
 
     Args:
         recipe: the recipe of the training.

@@ -114,10 +114,10 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     If the recipe sets `data.rows`, the rows have to exist in this folder. Otherwise they are in a
     folder of the cache that belongs to the recipe, and are made there if they are missing.
 
-    Every process of a launch has to call this function. Each process makes a share of the blocks,
-    which are parts of the rows. Processes wait for each other before and after this step. The first
-    process reads the sources and merges the blocks. If the machines of a launch share no folder,
-    the first process of each machine reads and merges for its machine.
+    Every process of a launch has to call this function. The first process reads the sources. Then
+    each process makes a share of the blocks, which are parts of the rows. When all blocks are made,
+    the first process merges them. If the machines of a launch share no folder, the first process of
+    each machine reads and merges for its machine.
 
     Args:
         job: the job of the rows.

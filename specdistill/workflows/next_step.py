@@ -36,7 +36,8 @@ def describe_next_step() -> NextStep:
     Raises:
         UserError: for a recipe or a report that cannot be read.
     """
-    # Find all runs, and take the one that was trained, measured or judged last.
+    # Find all runs by their file RUN/run/recipe.yaml. Take the run that was trained, measured or
+    # judged last.
     runs = set()
     for pattern in RECIPE_PATTERNS:
         for path in Path().glob(pattern):

@@ -151,7 +151,8 @@ def _build_trainer(
         train_rows: the packed rows to train on.
         eval_rows: the packed rows to evaluate on.
     """
-    # Without a store (`store` is None), the target computes the hidden states in each step.
+    # Without a store (`store` is None), the target computes the hidden states in each step. A draft
+    # that reads hidden states of inner layers of the target lists these layers in `aux_layers`.
     store = open_feature_store(
         _find_hidden_states(recipe),
         target,
@@ -185,6 +186,7 @@ def _print_trained(run: Path) -> None:
     history = read_history(run / "draft", key="train.output_dir")
     assert history is not None
     acceptance_lengths = dict(history.summary()["curve"])
+    # The saved draft may be of a step without an evaluation. Then no acceptance length is printed.
     step = history.saved_step
     sentence = f"The draft of step {step} of {history.steps} is in {run / 'draft'}"
     if acceptance_lengths.get(step):

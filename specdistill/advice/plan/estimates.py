@@ -358,8 +358,8 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     # the one for small targets.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name)
-    # For the recipe for small targets, `find_recipe` returns only the name. Read its settings too if
-    # it is used unchanged: for a small target, and on a CPU, where larger sizes would take too long.
+    # For the recipe for small targets, `find_recipe` returns only the name. Read its settings if it
+    # is used unchanged: for a small target, or on a CPU, where larger sizes would take too long.
     takes_small_recipes = target.parameters <= MAX_SMALL_TARGET_PARAMETERS or isinstance(
         scenario.device, Machine
     )

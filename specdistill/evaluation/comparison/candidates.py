@@ -143,7 +143,7 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
         UserError: if two drafts have the same name.
     """
     # List the possible names of each draft, from the shortest to the longest: the last part of its
-    # path, the last two parts, and so on.
+    # path, the last two parts, and so on. The root `/` of a path is left out ([1:]).
     options_each = []
     for prefix, draft in zip(prefixes, drafts, strict=True):
         if Path(draft).is_dir():

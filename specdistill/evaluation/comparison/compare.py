@@ -195,8 +195,9 @@ def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Diffe
     """
     differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
     for name in differences:
+        # `speedup` is the only name that is no part. Both candidates need a value, and that of the
+        # best one must not be 0, because a relative change from 0 is not defined.
         metric = PARTS.get(name, METRICS["speedup"])
-        # If the best candidate's value is 0, a relative change is not defined.
         if compute_value(metric, sums) is not None and compute_value(metric, best):
             change, bounds = compute_relative_change(metric, sums, best, seed=seed)
             differences[name] = {"change": change, "ci95": bounds and list(bounds)}
@@ -257,7 +258,7 @@ def select_shown_difference(difference: Entry | None) -> float:
 def is_separable(difference: Entry | None) -> bool:
     """Return whether a difference is significant: whether its confidence interval excludes 0.
 
-    A difference without an interval is not.
+    A difference without an interval counts as not significant.
     """
     if difference is None or difference["ci95"] is None:
         return False
@@ -273,8 +274,8 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
         remaining: the other candidates of the ranking.
         report: the report of the first candidate.
     """
-    # The first row is about the whole suite. `unsure` are candidates whose difference in speed to
-    # the best one is not significant.
+    # The first row is about the whole suite. `unsure` are the candidates that may be as fast as the
+    # best one: their difference in speed is not significant.
     row = report["results"][0]
     unsure = [candidate["name"] for candidate in remaining if not candidate["separable_from_best"]]
 
@@ -317,7 +318,8 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
     name = candidate["name"]
     first = best["name"]
 
-    # Phrase the two possible reasons. Each difference is 0 if it is not significant.
+    # Phrase the two possible reasons, with the numbers of both candidates. `tokens` and `cost` are
+    # relative differences; each is 0 if it is not significant.
     speed = differences["speedup"]
     tokens = select_shown_difference(differences["mean_acceptance_length"])
     cost = select_shown_difference(differences["round_cost"])

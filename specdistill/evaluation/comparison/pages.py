@@ -143,7 +143,9 @@ def format_headline(comparison: Comparison) -> str:
     if not best["lossless"]:
         return "No lossless draft"
 
-    # Compare the interval of the best speedup with 1, the speed of plain decoding.
+    # Compare the interval of the best speedup with 1, the speed of plain decoding. It is in the
+    # report's first row, which is about the whole suite. Without an interval, the speedup itself is
+    # compared.
     row = _rank_candidates(comparison)[0]["report"]["results"][0]
     low, high = row.get("speedup_ci95", (row["speedup"], row["speedup"]))
     if high < 1:
@@ -240,8 +242,9 @@ def format_by_category(comparison: Comparison) -> tables.Table | None:
     Returns:
         The table; None for a suite of one category.
     """
-    # The report of each candidate has a row for the whole suite, then one for each category. A
-    # suite of one category has two rows, which would be equal.
+    # Take the rows of each candidate's report: the first is about the whole suite, each further one
+    # about a category. A suite of one category has two rows with the same numbers, so it gets no
+    # table.
     rows_by_candidate = [
         tables.select_main_rows(candidate["report"])
         for candidate in _rank_candidates(comparison)[:MAX_CANDIDATES_BY_CATEGORY]

@@ -284,7 +284,7 @@ def match_figures(
             expected=f"category {published.category}",
         )
 
-    # List for each row how it differs from the published protocol.
+    # List for each row how it differs from the published protocol; an empty dict if it does not.
     differing = [list_differences(published, report, row) for row in rows]
 
     # If every row differs, the error shows the row with the fewest differences.
@@ -339,7 +339,8 @@ def list_differences(
     Returns:
         Part of the protocol -> the row's value and the published value. Empty if all are equal.
     """
-    # Pair the row's values with the published ones, as far as the source states them.
+    # Pair the row's values with the published ones, as far as the source states them. A report that
+    # names no engine was measured by specdistill itself.
     settings = report["settings"]
     measured = {
         "target": report["target"]["model"],

@@ -176,8 +176,8 @@ def _fetch_baseline(name: str, key: str) -> Path:
     if Path(name).exists():
         return Path(name)
 
-    # Otherwise it must be a Hub id: org/name. A name that looks like a path is that of a file that
-    # does not exist.
+    # Otherwise it must be a Hub id: org/name. A name that looks like a path was meant as a path,
+    # and nothing is there.
     repository, revision = split_revision(name)
     if (
         repository.startswith((".", "/", "~"))
@@ -235,7 +235,8 @@ def judge_again(options: GateOptions) -> Report:
     Returns:
         The report with the verdict.
     """
-    # Choose the folder of the judged report, so that the original report is never overwritten.
+    # Choose the folder of the judged report, so that the original report is never overwritten. The
+    # stem of `gates` is the gate's name, also if it is the path of a YAML file.
     rules = load_gate(options.gates, "gates")
     report = Path(options.report)
     baseline = options.baseline
@@ -460,7 +461,8 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     Returns:
         The value with its interval, if it has one; or the reason why evidence is missing.
     """
-    # Follow the path through the sections. A section that is absent counts as empty.
+    # Follow the path through the sections: all parts of the path but the last name sections. A
+    # section that is absent counts as empty.
     *path, name = rule.metric.split(".")
     section: Mapping[str, Any] = report
     for key in path:
@@ -468,16 +470,17 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     value = section.get(name)
     ci95 = section.get(f"{name}_ci95")
 
-    # If the number is absent, the report states the reason for its path, or for a section around
-    # it.
+    # If the number is absent, the report states the reason under the number's path, or under the
+    # path of a section that holds the number.
     if value is None:
         for missing_path, reason in report["not_measured"].items():
             if rule.metric.startswith(missing_path):
                 return Estimate(reason=reason)
         return Estimate(reason="it was not measured")
 
-    # A number without an interval, or with confidence 0, is compared itself. An interval at another
-    # confidence than that of the report is unknown: there are no records to compute it from.
+    # If the number has no interval, or the rule asks for confidence 0, the number itself is
+    # compared. The report has intervals at the default confidence only, and outside of the result
+    # rows there are no records from which others could be computed.
     if ci95 is None or rule.confidence == 0:
         return Estimate(value)
     if rule.confidence != DEFAULT_CONFIDENCE:
@@ -577,7 +580,7 @@ def _pair_records(
 
     Raises:
         UserError: if the two rows have other prompts, other settings or another target. The error
-            names the first difference.
+            says what differs.
     """
     _check_same_weights(evidence.report, baseline.report)
     _check_same_settings(row, old_row, evidence.report, baseline.report)
@@ -638,7 +641,7 @@ def _check_same_settings(row: ResultRow, old_row: ResultRow, report: Report, old
         UserError: if they differ, with the first difference.
     """
     # Collect the values that must be equal: name -> the value in the report and in the baseline.
-    # A setting that is absent counts as false.
+    # A setting that is absent counts as false: reports from servers have no `compile`.
     settings = report["settings"]
     old_settings = old["settings"]
     compared = {name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)}
@@ -738,8 +741,8 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # All other requirements compare the interval. If the threshold lies inside it, the rule is
-    # inconclusive, and more prompts would narrow the interval.
+    # All other requirements compare the interval. If it is too wide to decide, the rule is
+    # inconclusive: more prompts would narrow it, until `open_end`, an end of it, reaches `edge`.
     compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
     verdict, reason, open_end, edge = compare(rule, estimate)
     if verdict != "inconclusive":
@@ -760,8 +763,9 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         interval that more prompts would have to move, and the value that it would have to reach.
     """
     # Turn the interval of the change into an interval of the loss, which is positive if the metric
-    # became worse: `worse` is the sign of such a change. A value without an interval counts as an
-    # interval of length 0.
+    # became worse: `worse` is the sign of such a change. E.g. if higher is better, a change of -3 %
+    # to +1 % is a loss of -1 % to 3 %. A value without an interval counts as an interval of length
+    # 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     worse = -1 if METRICS[rule.metric].better == "higher" else 1
@@ -802,8 +806,8 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         The verdict, the reason, and two numbers for `_estimate_prompts_needed`: the end of the
         interval that more prompts would have to move, and the value that it would have to reach.
     """
-    # For `max`, change the sign of all numbers, so that it is decided like `min`. A value without
-    # an interval counts as an interval of length 0.
+    # For `max`, change the sign of all numbers, so that it is decided like `min`: x is at most 5 if
+    # -x is at least -5. A value without an interval counts as an interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     sign = 1 if rule.requirement == "min" else -1

@@ -95,7 +95,7 @@ class MeasurementCache:
         if self.folder is None:
             return
         # Write the file as a whole or not at all, so that no interruption leaves half a result. The
-        # file of the batches is deleted last.
+        # file of the batches is deleted last: until the result is saved, it is the only copy.
         with stage_files(self.folder) as staging:
             (staging / f"{fingerprint}.json").write_text(
                 json.dumps(asdict(result)), encoding="utf-8"
@@ -182,7 +182,8 @@ def identify_draft(
         ]
 
     # Another version of specdistill or of a library, or another machine, may change tokens or
-    # times. The last entry of `draft` says whether the draft can propose every token of the target.
+    # times. The last entry of `draft` says whether the draft can propose every token of the target:
+    # `vocabulary` is None unless the draft has only a part of the target's vocabulary.
     return {
         "specdistill": [__version__, read_git_revision()],
         "target": [

@@ -262,7 +262,8 @@ def plan_measurement(
     Raises:
         UserError: for prompts that cannot be measured with these settings.
     """
-    # The suite may say which values of a setting to measure. The recipe's values replace them.
+    # The suite may list values to measure for each setting. If the recipe lists values for a
+    # setting, these replace the suite's values for that setting.
     recipe_axes = {name: values for name, values in vars(config.sweep).items() if values}
     axes = suite.sweep.model_copy(update=recipe_axes)
 

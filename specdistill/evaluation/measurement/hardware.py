@@ -50,7 +50,8 @@ def describe_hardware(device: torch.device) -> HardwareDocument:
 
     `device`, `name`, `count` and `memory_bytes` are those of the accelerator, or of the processor
     and its memory when there is no accelerator. The keys `cpu`, `cpu_cores` and `cpu_threads`
-    always describe the processor.
+    always describe the processor. `count` is 1, because a process uses one device. Whoever merges
+    the results of several processes sets it to their number.
     """
     # Read the trade name of the processor from /proc/cpuinfo, which only Linux has. On other
     # systems use the less exact name that Python knows.
@@ -103,6 +104,7 @@ def freeze_garbage_collector() -> Iterator[None]:
     A garbage collection that visits all objects of torch and transformers takes tens of
     milliseconds. It would be added to the time of whatever is being timed at that moment.
     """
+    # Collect garbage once before, or objects that nobody uses any more would be kept, too.
     gc.collect()
     gc.freeze()
     try:

@@ -185,9 +185,10 @@ def _measure_running(
     Returns:
         The requests, their answers, and the report's sections `target`, `draft` and `hardware`.
     """
-    # A running server does not say which draft it uses, so it cannot be checked. Check at least
-    # that the draft that the recipe names was made for the target. A draft that is a part of the
-    # target's own checkpoint needs no check.
+    # A running server does not say which draft it uses, so that draft cannot be checked. Check at
+    # least that the draft that the recipe names was made for the target. Its weights are not
+    # needed, so only two small files are fetched. A draft that is a part of the target's own
+    # checkpoint needs no check.
     target = recipe.target
     draft = recipe.eval.draft
     if draft is not None and not METHODS[recipe.method].in_target:
@@ -287,6 +288,7 @@ def _plan_requests(
     """
     use_template(tokenizer, recipe)
     task = ServerTask.from_config(recipe.eval, suite, tokenizer, max_length)
+    # A prompt that is in no cluster counts as a cluster of its own.
     print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
     return task
 
@@ -313,8 +315,9 @@ def find_target_file(
     Raises:
         UserError: if there is no such file, or if it has another vocabulary than the target.
     """
-    # Either the recipe names a GGUF file, or the target itself is one. `file` is the name of the
-    # file without its folder or repository; None if `name` is no GGUF file.
+    # Either the recipe names a GGUF file on this machine, or the target itself is one, perhaps on
+    # the Hub. `file` is the name of the file without its folder or repository; None if `name` is no
+    # GGUF file.
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
@@ -334,8 +337,8 @@ def find_target_file(
         dtype = gguf.LlamaFileType(metadata["general.file_type"]).name
 
     # A file that the recipe names must have the target's vocabulary. A converter may spell a few
-    # tokens in another way. `index : index + 1` gives an empty list past the end of the file's
-    # tokens.
+    # tokens in another way. The file may have fewer tokens than the tokenizer: past their end, the
+    # slice `index : index + 1` is an empty list, which differs from every token.
     vocabulary = tokenizer.get_vocab()
     num_differing = sum(tokens[index : index + 1] != [token] for token, index in vocabulary.items())
     if config.model and num_differing > MAX_RESPELLED_SHARE * len(vocabulary):
@@ -388,9 +391,10 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
     engine = recipe.eval.engine
     k = recipe.eval.num_speculative_tokens
 
-    # Export the draft in the format that the engine loads. The export ignores earlier reports of
-    # the draft (finds_report=False), which could set the engine to sample draft tokens. So draft
-    # tokens are greedy, which is the default of engines.
+    # Export the draft in the format (layout) that the engine loads, its own or that of another
+    # engine. The export ignores earlier reports of the draft (finds_report=False), which could set
+    # the engine to sample draft tokens. So draft tokens are greedy, which is the default of
+    # engines.
     if draft is not None:
         served = export(
             locate(draft),
@@ -571,8 +575,8 @@ def _build_record(
         first_token_text="",
         rounds=(),
         # Requests overlap, so each prompt gets only a share of the time of its request: the seconds
-        # divided by the number of requests in flight. Summed over all prompts, these shares are the
-        # time that passed (Little's law).
+        # divided by the number of requests in flight, which the batch size stands for. Summed over
+        # all prompts, these shares are the time that passed (Little's law).
         speculative=Timing(
             with_draft.num_tokens,
             with_draft.counts.num_drafts if always_drafts else None,
@@ -643,6 +647,8 @@ def _compare_outputs(
 
 def _find_divergence(entry: AnsweredPrompt) -> FirstDivergenceDocument | None:
     """Compare the outputs for a prompt with the draft and without it, in the first repetition.
+
+    The outputs are greedy, so all repetitions should be equal, and one is enough.
 
     Returns:
         None for equal outputs. Otherwise the prompt's id and, if both servers return token ids, the

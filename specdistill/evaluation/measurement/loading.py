@@ -81,10 +81,13 @@ def check_measurement(
     for method, folder, draft_settings in drafts:
         check_draft(method, folder, target, key, logs=False, **draft_settings)
 
-    # Check every prompt by tokenizing it, with the chat template with which the drafts were
-    # trained. Tokenizing raises an error for a prompt that is too long.
+    # Choose the chat template: the one with which the drafts were trained, or else the target's
+    # own. If the recipe names a template, that one replaces it.
     use_recorded_template([folder for _, folder, _ in drafts], tokenizer, key)
     use_template(tokenizer, recipe)
+
+    # Check every prompt by tokenizing it: a prompt that is too long raises an error. Planning all
+    # configurations of a recipe tokenizes its prompts, too.
     if recipe is not None:
         plan_measurement(options, suite, tokenizer, max_length=max_length, logs=False)
         return
@@ -167,18 +170,21 @@ def load_recipe_draft(
         recipe: the recipe.
         suite: the suite that will be measured, whose prompts are checked before weights are loaded;
             None for no check.
-        made_for: the target that the draft was made for, if it is not the recipe's target.
+        made_for: the target that the draft was made for, if it is not the recipe's target: e.g. the
+            base model of the adapted target that the recipe names.
     """
     draft = find_draft(recipe)
 
-    # Check the draft and the suite before weights are loaded.
+    # Check the draft and the suite before weights are loaded. Without a draft folder (a method
+    # without weights), only the suite is checked.
     if suite is not None:
         files = made_for or TargetFiles.from_config(recipe.target)
         folder = locate_trained(recipe.method, draft, key="eval.draft")
         drafts = [(recipe.method, folder, recipe.list_proposer_options())] if folder else []
         check_measurement(files, drafts, suite, recipe.eval, key="eval.draft", recipe=recipe)
 
-    # Load the target, with the chat template that the draft was trained with.
+    # Load the target, with the chat template that the draft was trained with, unless the recipe
+    # names another one. A small target gets fewer CPU threads, or decoding would be slower.
     target = FrozenTarget.load(**vars(recipe.target))
     use_recorded_template([locate(draft)] if draft else [], target.tokenizer, "eval.draft")
     use_template(target.tokenizer, recipe)
@@ -225,9 +231,10 @@ def split_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite) -> lis
     targets = [TargetFiles(base.model, base.revision, adapter) for adapter in (None, *adapters)]
     made_for = _find_draft_target(find_draft(recipe), targets)
 
-    # Make a recipe and a suite for each adapter. In the suite, each row gets the adapter's name in
-    # its id. The rows of all adapters that come from the same row form a cluster, which is
-    # resampled as a whole, because their results are not independent.
+    # Make a recipe and a suite for each adapter. In the suite of an adapter, each row has the
+    # adapter's name in its id and as its category. The copies of a row in all these suites get the
+    # same cluster. The bootstrap resamples a cluster as a whole, because the results of copies are
+    # not independent.
     adapted_recipes = []
     for name, adapter in zip(names, adapters, strict=True):
         adapted_target = base.model_copy(update={"adapter": adapter})
@@ -267,10 +274,11 @@ def _find_draft_target(draft: str | None, targets: Sequence[TargetFiles]) -> Tar
 
     Args:
         draft: the folder or Hub id of the draft; None for a method without weights.
-        targets: the targets to choose from.
+        targets: the targets to choose from, the base first.
 
     Returns:
-        The target with the recorded weights; the first target if there is none.
+        The target whose weights the draft's folder records. If no target has these weights, or none
+        are recorded, the first target.
     """
     recorded = read_target_record(locate(draft), "eval.draft") if draft else None
     for files in targets:
@@ -347,7 +355,8 @@ def _decode_acceptance_length(
     # Count the rounds, and the tokens emitted in them, over all prompts.
     num_rounds = 0
     num_tokens = 0
-    # A target that is compiled for training is not compiled again for decoding.
+    # If the target is compiled for training, decode without the compiled code (force_eager): it
+    # would have to be compiled again for the shapes of decoding.
     with torch.compiler.set_stance("force_eager"):
         for prompt in plan.prompts:
             generation = decoder.generate(prompt.token_ids, **plan.settings.decoding)

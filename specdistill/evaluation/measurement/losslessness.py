@@ -180,7 +180,8 @@ def generate_pairs(
             batch_runs = runs[batch.start : batch.end]
             prompts = tuple(prompt.token_ids for prompt in batch.prompts)
 
-            # If the measurement sampled tokens, its completions are not greedy. Decode once more.
+            # If the measurement sampled tokens, its completions are not greedy, so decode the batch
+            # greedily now. Otherwise take the first repetition, which the records are made from.
             ours = (
                 decode_batch(with_draft, batch, greedy)
                 if is_sampled
@@ -227,8 +228,8 @@ def find_divergence(
     if difference is None:
         return None
 
-    # Compute the logits [V] that decide the first token that differs. Both completions have the
-    # same tokens before it.
+    # Compute the logits [V] after the tokens that both completions share. They decide the first
+    # token that differs.
     shared_tokens = [*prompt.token_ids, *theirs[: difference["position"]]]
     logits_V = reference.compute_logits(target, shared_tokens, 1)[-1]
 
@@ -281,8 +282,9 @@ def list_candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
         proposal: the draft tokens, a chain or a tree.
         path: the indices of the draft tokens that were accepted so far, in order.
     """
-    # In a tree, an empty path ends at the root. In a chain, the index after the path is its length;
-    # at the end of the chain the slice is empty.
+    # In a tree, an empty path ends at the root. In a chain, the accepted draft tokens are always
+    # the first ones, so the index of the next one is their number, len(path). At the end of the
+    # chain the slice is empty.
     if proposal.tree:
         return proposal.tree.children[path[-1] if path else ROOT]
     return range(len(proposal.tokens))[len(path) : len(path) + 1]
@@ -307,12 +309,14 @@ def verify_with_wrong_residual(
     Returns:
         The indices of the accepted draft tokens, and the next token.
     """
-    # Accept draft tokens by the right rule, and draw the next token as the wrong rule does.
+    # Accept draft tokens by the right rule, and draw the next token as the wrong rule does: from p,
+    # the row after the last accepted token. The generator is on the CPU, so p is moved there.
     path, right_token = verify_sampled(proposal, probs_NV, generator)
     p_V = probs_NV[path[-1] + 1 if path else 0].cpu()
     wrong_token = int(torch.multinomial(p_V, 1, generator=generator))
 
-    # If no draft token was left to be rejected, drawing from p is right, so keep the right token.
+    # If no draft token comes after the accepted ones, none was rejected. The right rule then draws
+    # from p, too, so keep its token.
     return path, wrong_token if list_candidates(proposal, path) else right_token
 
 
@@ -430,6 +434,7 @@ def _draw_outcomes(
         tree=settings.tree.cut(1) if settings.tree else None,
     )
     decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
+    # Seeds 2 s and 2 s + 1 for the settings' seed s: no two seeds and arms share random numbers.
     generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
 
     # Continue from the draws of the last size up to the next one.
@@ -491,8 +496,9 @@ def compute_pair_probabilities(
         The two tokens, or the stop token -> the probability.
     """
     probabilities: dict[tuple[int, ...], float] = {}
-    # p(a, b) = p(a) p(b | a), so a pair is at most as probable as its first token a. First tokens
-    # less probable than the bound need no second pass.
+    # p(a, b) = p(a) p(b | a), so a pair is at most as probable as its first token a. If a is less
+    # probable than `min_probability`, so are all pairs that begin with it, and the pass that
+    # computes p(b | a) is saved.
     first_V = reference.compute_next_token_probabilities(target, prompt_ids, sampling)
     for token in (first_V >= min_probability).nonzero().flatten().tolist():
         if token in target.eos_token_ids:
@@ -512,9 +518,10 @@ def find_most_telling_prompt(
     """Find the text after which the sampling test detects a wrong verification rule best.
 
     The wrong rule is `verify_with_wrong_residual`. The test draws two tokens after a text: the
-    first in the prefill, the second in a round with a draft. It detects the wrong rule best if the
-    wrong rule changes the distribution of the second token much, and the first token is likely. To
-    find such a text, some prompts are decoded. Each round of a completion has a score: the
+    first in the prefill, the second in a round with a draft. The wrong rule shows best if the first
+    token is likely, and if the rule changes the distribution of the second token much.
+
+    To find such a text, some prompts are decoded. Each round of a completion gets a score: the
     probability of the token before the round, times the change of the distribution of the round's
     first token. The temperature must be above 0.
 
@@ -530,11 +537,8 @@ def find_most_telling_prompt(
     ) -> tuple[Sequence[int], int]:
         """Verify draft tokens by the right rule, and record how much the wrong rule would differ.
 
-        Args:
-            proposal: the N draft tokens of the round.
-            probs_NV: [N + 1, V], the target's distributions over the vocabulary: row 0 is that of
-                the first token of the round.
-            generator: the source of random numbers.
+        The decoder calls this function in each round, and each call adds a number to `deviations`.
+        Row 0 of `probs_NV` [N + 1, V] is the target's distribution of the round's first token.
         """
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)
@@ -592,8 +596,8 @@ def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
         return 0.0
 
     # Take the draft's distribution q [V]. Tokens of greedy drafting are certain, so q is 1 at each
-    # of them. If a tree's tokens are drawn from q, only the first is considered: it decides most
-    # rounds.
+    # of them. Otherwise q is the distribution from which the first of the tokens was drawn. Its
+    # siblings in a tree are ignored, because the first one decides most rounds.
     if proposal.probabilities is None:
         tokens = [proposal.tokens[node] for node in candidates]
         q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)

@@ -134,7 +134,11 @@ def generate_with_transformers(
 
 
 def sum_seconds(batches: Iterable[BatchGenerations]) -> float:
-    """Return the total seconds of decoding batches, with each draft and without."""
+    """Return the total seconds of decoding batches, with each draft and without.
+
+    Args:
+        batches: the completions of the batches, [batch][arm][prompt].
+    """
     seconds = 0.0
     for arms in batches:
         for generations in arms:
@@ -209,8 +213,8 @@ def create_prompt_runs(
     """
     runs: list[list[PromptRuns]] = [[] for _ in range(num_drafts)]
     for batch in batches:
-        # The seed of a batch's first prompt identifies the batch. Prompts that are decoded alone
-        # are in no batch.
+        # The seed of a batch's first prompt identifies the batch, because no two prompts share a
+        # seed. Prompts that are decoded alone are in no batch.
         seed = settings.seed + batch.start if settings.batch_size > 1 else None
         for prompt in batch.prompts:
             # All drafts share these two lists, so a completion that is appended once is in the runs
@@ -284,6 +288,7 @@ def remember_outputs(proposers: Sequence[Proposer], earlier_runs: Sequence[Promp
         earlier_runs: the runs of earlier prompts; empty to forget all outputs. Their outputs by
             plain decoding are used, because these do not depend on a draft.
     """
+    # Take the outputs of the first repetition, which the records are made from.
     outputs = [run.baseline[0].token_ids for run in earlier_runs]
     for proposer in proposers:
         if isinstance(proposer, UsesPastOutputs):
@@ -396,7 +401,8 @@ def spell_tokens(
 
     Args:
         tokenizer: the tokenizer.
-        context: the tokens before `token_ids`. The last SPELLING_CONTEXT of them are used.
+        context: the tokens before `token_ids`. Only the last SPELLING_CONTEXT of them are decoded,
+            because the text of a token depends on few tokens before it.
         token_ids: the tokens whose texts are returned.
     """
     tokens = list(context[-SPELLING_CONTEXT:])
@@ -405,9 +411,9 @@ def spell_tokens(
     for token in token_ids:
         tokens.append(token)
         text_after = tokenizer.decode(tokens)
-        # Usually a token continues the text. But a token that completes a character of several
-        # bytes changes the end of the text, which was a replacement character. Decode such a token
-        # alone.
+        # Usually a token only adds to the text, and its own text is what it adds. But if the text
+        # ends within a character of several bytes, its end is decoded as a replacement character
+        # (�). The token with the last bytes changes that end, so decode such a token alone.
         if text_after.startswith(text_before):
             texts.append(text_after[len(text_before) :])
         else:
@@ -470,7 +476,7 @@ def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
         seconds_by_repetition.append([generation.prefill_seconds, *rounds])
 
     # Compute for each round the longest time that still counts as undisturbed. Repetitions may have
-    # different numbers of rounds; `zip` stops at the end of the shortest.
+    # different numbers of rounds (see `compute_timing`); `zip` stops at the end of the shortest.
     limits = []
     for seconds_of_round in zip(*seconds_by_repetition, strict=False):
         usual = statistics.median_low(seconds_of_round)

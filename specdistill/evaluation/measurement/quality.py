@@ -54,6 +54,7 @@ def add_quality(
         suite: the suite that was measured, which has the reference answers.
         special_tokens: the tokenizer's special tokens, which are removed from answers.
     """
+    # The first row of results is that of the main configuration, over all prompts of the suite.
     main_records = select_records(report["results"][0], records)
     rows = {row.id: row for row in suite.rows}
     not_measured = report["not_measured"]
@@ -131,13 +132,14 @@ def compare_shares(
     only_ours = int((ours > theirs).sum())
     only_theirs = int((ours < theirs).sum())
 
-    # Compute the interval. The bootstrap takes numbers, so clusters are numbered.
+    # Compute the interval. The bootstrap takes numbers, so clusters are numbered: `return_inverse`
+    # gives the number of each prompt's cluster.
     columns = {"with_draft": ours, "without_draft": theirs, "num_prompts": np.ones(len(ours))}
     columns["cluster"] = np.unique(clusters, return_inverse=True)[1].astype(np.float64)
     interval = compute_interval(DIFFERENCE, columns, seed=seed)
 
-    # Test whether these two counts differ more than by chance (McNemar): if they do not, each such
-    # prompt is equally likely to be in either of them.
+    # Test whether `only_ours` and `only_theirs` differ more than by chance (McNemar). By chance
+    # alone, a prompt that is counted in one of them is equally likely to be in the other.
     num_differing = only_ours + only_theirs
     p_value = stats.binomtest(only_ours, num_differing).pvalue if num_differing else 1.0
     return {
@@ -158,7 +160,7 @@ def _find_reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord
     Args:
         name: the metric. `python_syntax` needs the Python source that the answer continues. Any
             other metric needs the reference answer of the row.
-        suite: the suite, whose header may name a metric (`quality`).
+        suite: the suite. `python_syntax` only applies if the suite's key `quality` names it.
         row: the row of the suite with the prompt.
         record: the record of the prompt.
 
@@ -166,8 +168,9 @@ def _find_reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord
         The text; None if the metric does not apply to this row.
     """
     if name == "python_syntax":
-        # Only the answer to a text prompt continues the prompt. The answer to a conversation starts
-        # a text of its own. The prompt must be Python source, or the syntax says nothing.
+        # The answer to a text prompt continues the prompt, and is checked together with it. So the
+        # prompt must itself be Python source. The answer to a conversation starts a text of its
+        # own, so nothing ("") comes before it.
         beginning = "" if row.kind == "messages" else record.prompt
         return beginning if suite.quality == name and is_python_so_far(beginning) else None
     return row.reference
@@ -198,6 +201,7 @@ def _parse_number(text: str) -> Decimal | None:
 
     It is the first number after `####`, or else the last number in the text.
     """
+    # The text after `####` is the third part; it is empty if the text has no `####`.
     numbers = NUMBER.findall(text)
     marked_numbers = NUMBER.findall(text.partition("####")[2])
     if marked_numbers:

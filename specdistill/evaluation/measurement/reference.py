@@ -82,15 +82,15 @@ def time_generate(
     Args:
         target: the target that generates.
         prompts: token ids of each prompt of the batch.
-        counts: the most tokens of each completion. A sampled completion has exactly this many
-            tokens, because stop tokens are ruled out until then.
+        counts: the most tokens of each completion. A sampled completion has exactly this many: stop
+            tokens are ruled out, and every completion is cut to its own count.
         sampling: how tokens are chosen.
 
     Returns:
         The completion of each prompt with its times.
     """
     # Sampled completions get a fixed length, so that they take as much work as the completions with
-    # which their time is compared.
+    # which their time is compared. Greedy ones need none: they stop at the same token as those.
     limits = {
         "max_new_tokens": max(counts),
         "min_new_tokens": 0 if sampling.is_greedy else max(counts),
@@ -173,8 +173,9 @@ def compute_logits(target: FrozenTarget, token_ids: Sequence[int], num_last: int
     Returns:
         [T, V] float32, T being `num_last` and V the size of the vocabulary.
     """
-    # If the model class supports it, compute only these positions in the LM head. The logits of all
-    # positions of a long sequence would fill the memory.
+    # If the model class supports it, compute only these positions in the LM head: the logits of all
+    # positions of a long sequence would fill the memory. Otherwise the forward returns the logits
+    # of all positions, which are cut to the last ones below.
     ids = torch.tensor([list(token_ids)], device=target.device)
     options = {"logits_to_keep": num_last} if target.model._supports_logits_to_keep() else {}
     logits_1TV = target.model(input_ids=ids, use_cache=False, **options).logits
@@ -202,6 +203,8 @@ def _generate(
         The output of `generate()`. Its `sequences` has a row for each prompt: the padded prompt and
         its completion. With the option `output_scores`, it has `scores` as well.
     """
+    # Any token can be the padding, because the mask hides it and completions are cut at their stop
+    # token. A stop token is one that certainly exists; 0 is for a model without one.
     longest = max(map(len, prompts))
     stop_ids = sorted(target.eos_token_ids)
     pad_id = min(stop_ids, default=0)

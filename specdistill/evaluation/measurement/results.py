@@ -106,7 +106,7 @@ def merge_processes(
     The merged results show acceptance and losslessness over all prompts. Times of different devices
     must not be mixed, so speedups come from the first process alone: the times of plain decoding
     (baseline) are removed from the records of other processes, and a record without a baseline
-    counts in no speedup.
+    counts in no speedup. The seconds and memory are those of the first process, too.
 
     Args:
         plans: the plan of each configuration, with the prompts of all processes.
@@ -153,8 +153,9 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
     """Merge the measurements of one draft, which was measured with several adapters of a target.
 
     The records and divergences of all adapters are joined. Only the sampling test with the lowest
-    p-value is kept, because that is the strongest evidence against losslessness. The costs of a
-    round are kept from the last adapter.
+    p-value is kept, because that is the strongest evidence against losslessness. If an adapter has
+    no test, the reason is kept instead. The costs of a round are those of the last adapter: an
+    adapter is merged into the target's weights, so a round takes as long with each of them.
 
     Args:
         measurements: the measurement with each adapter, all in the same configurations.
@@ -185,8 +186,8 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
 def _rank_sampling_test(test: SamplingTestDocument | str) -> float:
     """Return the p-value of a sampling test, or minus infinity if there was no test.
 
-    Several tests are merged by keeping the one with the lowest value. So a missing test is never
-    hidden by a test that passed.
+    Several tests are merged by keeping the one that is ranked lowest. Minus infinity is below every
+    p-value, so a missing test is never hidden by a test that passed.
 
     Args:
         test: the test, or a string that says why there is none.

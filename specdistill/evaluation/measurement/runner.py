@@ -234,8 +234,9 @@ def _measure_loaded(
         vocab_size=target.vocab_size,
     )
 
-    # Before anything is measured, print how small a change this number of prompts can detect, and
-    # fail if prompts are to be decoded in batches but target or draft cannot do that.
+    # Before anything is measured, print how small a change these prompts can detect. A prompt that
+    # is in no cluster counts as a cluster of its own. Then fail if prompts are to be decoded in
+    # batches, but target or draft cannot do that.
     if is_first():
         print_power_analysis([prompt.cluster or prompt.id for prompt in plans[0].prompts])
     if any(plan.settings.batch_size > 1 for plan in plans):
@@ -359,8 +360,9 @@ def measure_configuration(
         cache: the cache, which has the batches that were decoded before an interruption.
         is_main: whether this is the main configuration. Greedy decoding is checked in it even if
             its settings sample tokens: the prompts are then decoded greedily as well.
-        num_draws: how many draws the sampling test takes that follows the main configuration; None
-            if their number depends on the length of the measurement.
+        num_draws: how many draws the sampling test takes. The test is run later, so the number is
+            only needed to estimate the remaining time. None if it depends on the length of the
+            measurement.
     """
     with measure_resources(target.device) as resources:
         # Count the passes of the target in the checks after the main configuration, because the
@@ -440,7 +442,8 @@ def decode_prompts(
         The repetitions of each draft and prompt, [draft][prompt]; and how many seconds it took
         before an interruption to decode the batches that were read from the cache.
     """
-    # Build the arms and the batches. transformers' `generate()` decodes some batches as well.
+    # Build the arms and the batches. transformers' `generate()` decodes some batches as well:
+    # enough to hold MAX_HF_PROMPTS prompts.
     settings = plan.settings
     arms = build_arms(target, proposers, plan)
     batches = split_into_batches(plan.prompts, settings.batch_size)
@@ -528,6 +531,7 @@ def _warm_up(
     with freeze_garbage_collector():
         for batch in sample_batches(batches, settings.warmup):
             generations = _decode_in_arms(arms, batch, first_arm=0)
+            # This warms up transformers' `generate()`, so its result is not used.
             generate_with_transformers(target, batch, generations[0], settings)
     return generations
 

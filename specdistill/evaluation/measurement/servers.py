@@ -76,7 +76,8 @@ class ConnectedServer:
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> EngineCompletion:
         """Request the completion of a prompt from the server, and wait for it."""
-        # models[0] is the name under which the server serves the model.
+        # models[0] is the name under which the server serves the model. The client needs K to check
+        # the counts of draft tokens in the answer.
         request = CompletionRequest(
             self.identity.models[0],
             prompt.token_ids,
@@ -112,7 +113,7 @@ def connect(
     identity = client.identify(server)
 
     # Check that one of the server's models is the target. A model may be named by a folder, and two
-    # different paths may lead to the same folder through links.
+    # different paths may lead to the same folder through links, so resolved paths are compared.
     folders = [os.path.realpath(name) for name in model_names if os.path.isdir(name)]
     if not any(
         name in model_names or os.path.realpath(name) in folders for name in identity.models
@@ -339,9 +340,11 @@ class ServerMeasurement:
         prompts = task.prompts
         start = time.perf_counter()
 
+        # The report shows the version of the server with the draft, the last of the peers.
+        self.engine["version"] = peers[-1].identity.version
+
         # Choose the prompts of the warm-up, spread over the categories: `warmup` prompts for each
         # request in flight.
-        self.engine["version"] = peers[-1].identity.version
         categories = [prompt.category for prompt in prompts]
         warmups = {
             load: select_evenly(prompts, categories, load * settings.warmup) for load in task.loads
@@ -359,7 +362,8 @@ class ServerMeasurement:
                         for _ in complete_all(peer, warmup, settings, load):
                             advance()
 
-                    # In each repetition, send all prompts to each server.
+                    # In each repetition, send all prompts to each server. `answers` gets a list for
+                    # each prompt, to which every repetition appends a completion.
                     for repeat in range(settings.repeats):
                         # Every other repetition starts with the other server.
                         for peer in reversed(peers) if repeat % 2 else peers:
@@ -436,7 +440,8 @@ def measure_started(
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}
 
-    # Show in the report the commands of the main K and of the server without the draft.
+    # Show in the report the commands of the main K, the first of `ks`, and of the server without
+    # the draft.
     settings = [f"{name}={shlex.quote(value)}" for name, value in variables[task.ks[0]].items()]
     shown = {
         "command": " ".join([*settings, shlex.join(commands[task.ks[0]])]),
@@ -506,7 +511,8 @@ def start_command(
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
 
-    # Start with the program. Then come the arguments about target and draft.
+    # Start with the program. Then come the arguments about target and draft. Without a method
+    # (method=None) these are the arguments for the target alone.
     words = shlex.split(config.engine_command or program.command)
     served_here = replace(served, num_tokens=k) if k else replace(served, method=None)
     words += program.arguments(served_here)

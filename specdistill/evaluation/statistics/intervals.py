@@ -59,7 +59,11 @@ def compute_interval(
         return None
 
     def compute_statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-        """Return the metric of each resample: add up the prompts, then apply the formula."""
+        """Return the metric of each resample: add up the prompts, then apply the formula.
+
+        scipy passes one array per column, for many resamples at once. `axis` is the dimension of
+        the prompts in these arrays.
+        """
         result: NDArray[np.float64] = metric.formula(
             *(column.sum(axis=axis) for column in resampled)
         )
@@ -143,6 +147,7 @@ def compute_macro_interval(
 
     # Some prompts are drawn together, e.g. the turns of a conversation: they are one unit. A unit
     # with prompts of several categories makes the categories dependent, which needs another method.
+    # There is such a unit if there are more different pairs (unit, category) than units.
     units = list_units(metric, sums)
     if units is not None and len(set(zip(units, category_P, strict=True))) > len(set(units)):
         return _compute_crossed_interval(metric, sums, category_P, units, confidence)
@@ -260,7 +265,8 @@ def compute_relative_change(
         lambda *sums: metric.formula(*sums[:num_sums]) / metric.formula(*sums[num_sums:]) - 1,
     )
 
-    # Put both measurements in one table of prompts, so that a resample draws both sides together.
+    # Put both measurements in one table of prompts, so that a resample draws a prompt's new and old
+    # values together. The batches and clusters are those of the new measurement.
     paired_sums = {}
     for side, side_sums in (("new", sums), ("old", baseline)):
         for name in metric.sums:

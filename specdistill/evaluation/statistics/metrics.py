@@ -61,7 +61,8 @@ def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     for name in rows[0] if rows else ():
         sums[name] = np.array([row[name] for row in rows], dtype=np.float64)
 
-    # Number the batches and clusters. A prompt without a cluster is a cluster of its own.
+    # Number the batches and clusters. A prompt without a cluster is a cluster of its own. In the
+    # result of np.unique, item [1] has the number of each prompt's cluster.
     if any(record.batch is not None for record in records):
         sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
     if any(record.cluster is not None for record in records):
@@ -91,8 +92,9 @@ def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[i
 def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
     """Return the number of tokens from which a context counts as long; None if there is none.
 
-    This number is the highest context bucket (a power of two) with at least MIN_BUCKET_ROUNDS
-    rounds in it, and at least as many rounds in lower buckets to compare with.
+    A bucket b, which is a power of two, holds the rounds with b to 2b - 1 tokens of context. The
+    result is the highest bucket that has at least MIN_BUCKET_ROUNDS rounds, and that can be
+    compared with at least MIN_BUCKET_ROUNDS rounds in all lower buckets together.
     """
     counts = {bucket: len(emitted) for bucket, emitted in group_rounds_by_context(records).items()}
     for bucket in sorted(counts, reverse=True):
@@ -110,7 +112,7 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         baseline = asdict(record.baseline)
 
     # The counts of first and later positions need the single rounds. A server sends totals only, so
-    # these counts are 0 for it.
+    # these counts are 0 for it. `record.speculative` has the times of decoding with the draft.
     drafts = record.list_drafts()
     hf_generate = record.hf_generate
     rounds = [round for round in record.rounds if round.drafted]
@@ -121,8 +123,9 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         "num_accepted_tokens": sum(accepted for _, accepted in drafts),
         "num_accepted_first": sum(len(round.accepted) > 0 for round in rounds),
         "num_accepted_later": sum(max(len(round.accepted) - 1, 0) for round in rounds),
-        # A position is reached if a token was emitted there, because a round ends at a rejection, a
-        # stop token or the length limit. The first position is always reached, so it is left out.
+        # A position of a draft is reached if the round emitted a token there: the draft token, or
+        # the target's own token after a rejection. The target's token after a whole accepted draft
+        # is at no position of the draft (`min`). The first position is left out (- 1).
         "num_reached_later": sum(
             min(len(round.emitted), len(round.drafted)) - 1 for round in rounds
         ),
@@ -336,9 +339,10 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
     """Return which prompts belong together when prompts are resampled, for a metric.
 
     The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
-    time, so do the prompts of a batch, which were decoded at the same time. If prompts have both,
-    the kind with fewer, larger units is taken: joining the batches that share a cluster would join
-    nearly all batches.
+    time, so do the prompts of a batch, which were decoded at the same time. If prompts have a
+    cluster and a batch, the units are either the clusters or the batches: the kind of which there
+    are fewer, and so larger ones. Units that keep together clusters and batches would be too large,
+    because a cluster may join batches, and a chain of clusters nearly all batches.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.
@@ -353,7 +357,8 @@ def compute_value(metric: Metric, sums: PromptSums) -> float | None:
 
     The formula is applied to totals over prompts, so longer completions count more.
     """
-    # Without any prompt the totals are 0, and 0 / 0 is NaN, which is not a value.
+    # If the metric was measured of no prompt, the totals are 0, and the formula gives 0 / 0, which
+    # is NaN. NaN is returned as None.
     totals = [column.sum() for column in select_measured(metric, sums)]
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(metric.formula(*totals))
@@ -381,10 +386,12 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
       absent for a server, which sends totals only.
 
-    The rates, None where no round emitted a token:
+    The rates, which are absent without any draft, and None where no draft reached the position:
 
-    - conditional_acceptance_rate [K]: accepted tokens / emitted tokens at position k. A round that
-      a stop token or the length limit ended before k does not count.
+    - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
+      token was accepted. A draft reaches k if its round emits at least k tokens. So a round that a
+      stop token or the length limit ends before k does not count. For a server, which sends totals
+      only, a draft reaches k if its first k - 1 tokens are accepted.
     - acceptance_rate_per_position [K]: the product of the conditional rates up to k, the
       Kaplan-Meier estimate. It is accepted_per_position / num_drafts if no round was cut short.
 

@@ -175,8 +175,9 @@ class PromptRecord:
         accepted_per_position = self.counts.accepted_per_position
 
         # Positions are accepted in order. So the drafts can be ordered such that the first
-        # accepted_per_position[k] drafts have position k accepted. The first drafts also get one
-        # token more if the draft tokens cannot be divided evenly.
+        # accepted_per_position[k] drafts have position k accepted. For example, with [2, 1] the
+        # first draft has two accepted tokens, the second has one, and all others have none. The
+        # first drafts also get one token more if the draft tokens cannot be divided evenly.
         drafts = []
         for draft in range(num_drafts):
             gets_one_more = draft < num_draft_tokens % num_drafts

@@ -113,9 +113,10 @@ def compute_speedup_curve(
     cost: RoundCost,
     timed: Sequence[RoundCost],
 ) -> list[dict[str, float]]:
-    """Predict acceptance length, cost and speedup of rounds with fewer draft tokens than K.
+    """Predict acceptance length, cost and speedup for fewer draft tokens per round than measured.
 
-    The curve has a point for K' = 0 (plain decoding), for every timed K' below K, and for K.
+    The measured rounds had up to K draft tokens (`cost.k`). The curve has a point for K' = 0 (plain
+    decoding), for every timed K' below K, and for K.
 
     Whether a draft token is accepted does not depend on the draft tokens after it. So a round with
     K' draft tokens emits the first K' + 1 tokens of a round with K, and the same text takes more
@@ -140,7 +141,8 @@ def compute_speedup_curve(
     num_plain_steps = num_rounds - num_drafts
     tokens_of_drafts = num_tokens - num_plain_steps
 
-    # Take the plain steps out of the mean costs, which then are means over rounds with a draft.
+    # `cost` has means over all rounds. Compute the means over the rounds with a draft: subtract the
+    # plain steps from the total time of verification; drafting takes no time in a plain step.
     verify_ms = (cost.verify_ms * num_rounds - step_ms * num_plain_steps) / num_drafts
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 

@@ -139,8 +139,9 @@ def _convert_message(turn: Message, where: str, roles: Mapping[str, str] | None)
     Raises:
         UserError: for a turn that cannot be converted without losing a part of it.
     """
-    # Read the role, the text and the tool calls. In ShareGPT's form, a role such as function_call
-    # (one of CALLS) says that the text is the JSON of the calls.
+    # Read the role, the text and the tool calls. `function_call`, an older key of OpenAI's API, has
+    # a single call. In ShareGPT's form, a role such as function_call (one of CALLS) says that the
+    # text is the JSON of the calls.
     role = _read_role(turn, where, roles)
     content = _join_text_parts(turn.get("content", turn.get("value")), where)
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
@@ -237,7 +238,7 @@ def _join_text_parts(content: object, where: str) -> Any:
 
 
 def _parse_calls(content: object, where: str) -> list[Any]:
-    """Return the tool calls of a ShareGPT turn, whose content is the JSON of a call or of a list.
+    """Return the tool calls of a ShareGPT turn. Its content is the JSON of one call or of a list.
 
     Args:
         content: the content of the turn.
@@ -263,7 +264,8 @@ def _check_unread_content(turn: Message, has_reasoning: bool, where: str) -> Non
         where: the row and file, which the error names.
     """
     unread_names = ["refusal", "audio"]
-    # The key reasoning_details may be ignored only if the reasoning itself was found.
+    # The key reasoning_details has the reasoning in another form. It may be ignored only if the
+    # reasoning itself was found as text, under one of the names in REASONING.
     if not has_reasoning:
         unread_names.append("reasoning_details")
     # gpt-oss writes its answers to the user in the channel `final`. Other channels are ignored.
@@ -289,6 +291,7 @@ def _convert_call(call: Message, where: str) -> Message:
     Returns:
         {type: "function", function: {name, arguments}}, with the call's id if it has one.
     """
+    # `check_mappings` checks a list, so the function is wrapped in one, and taken out again.
     (function,) = check_mappings([call.get("function", call)], where, "a call")
     name = check_string(function.get("name"), where, "a call's name")
 
@@ -320,7 +323,7 @@ def _convert_tools(tools: object, where: str) -> list[Schema]:
             text of a list. None or an empty text stands for no tools.
         where: the row and file, which errors name.
     """
-    # Parse the JSON text, if `tools` is a text.
+    # Parse the JSON text, if `tools` is a text. None and an empty text become an empty list.
     with convert_errors(
         ValueError, where, "tools", "a list of schemas, or its JSON text", kind=MALFORMED
     ):
@@ -548,7 +551,8 @@ def render_chat(
 def _add_reasoning_names(message: Message) -> Message:
     """Return a copy of a message that has its reasoning under all names in REASONING.
 
-    Chat templates differ in the name that they read. A message without reasoning stays as it is.
+    Chat templates differ in the name that they read. In a converted message the reasoning is under
+    the first name, REASONING[0]. A message without reasoning stays as it is.
     """
     return (
         message | dict.fromkeys(REASONING, message[REASONING[0]])
@@ -598,7 +602,8 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
         for call in message.get("tool_calls", ()):
             # If the arguments are a JSON text, a template that expects an object quotes the text
             # again. If they are an object, a template that expects a text writes them as Python
-            # does.
+            # does. For some objects, such as {}, Python and JSON have the same notation: finding it
+            # in the text proves nothing.
             arguments = call["function"]["arguments"]
             wrong = (
                 json.dumps(arguments, ensure_ascii=False)

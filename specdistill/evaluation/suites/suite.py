@@ -206,7 +206,8 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             is_file=True,
         )
 
-    # A suite's YAML file names the file of its prompts, and the hash that this file must have.
+    # A suite's YAML file names the file of its prompts, and the hash that this file must have. The
+    # prompts are at a URL, or at a path that is relative to the folder of the YAML file.
     header = _read_header(path)
     is_remote = header.prompts.startswith(REMOTE)
     prompts = header.prompts if is_remote else str(path.parent / header.prompts)
@@ -389,20 +390,13 @@ def cut_prompts(
     """Cut the suite's long prompts to several lengths, to measure how the context length matters.
 
     Only prompts with at least the longest length are used, so that the prompts are the same at
-    every length. A row of kind `prompt` loses its beginning, one of kind `text` its end. In a
-    conversation the longest message loses its beginning, and the prompt may become a token or two
-    shorter than the length.
-
-    Args:
-        suite: the suite.
-        tokenizer: the target's tokenizer.
-        lengths: the lengths, in tokens.
-        max_new_tokens: the most tokens that are generated after a prompt.
-        max_length: the target's context, in tokens.
-        num_prompts: how many prompts are chosen, evenly spread over the categories; None for all.
+    every length. Of these prompts `num_prompts` are chosen, evenly spread over the categories; None
+    stands for all. A row of kind `prompt` is cut at its beginning, one of kind `text` at its end,
+    and a conversation at the beginning of its longest message.
 
     Returns:
-        Length -> the prompts cut to that length.
+        Length in tokens -> the prompts cut to that length. The prompt of a conversation may be a
+        token or two shorter.
 
     Raises:
         UserError: for a length that no prompt has, or that exceeds the target's context.
@@ -459,6 +453,7 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
 
     # Find how many items to take from each group (its quota). As in dealing cards: take one item
     # from each group, then a second one from each group, and so on, until there are `count` items.
+    # For example, 6 items from groups of 5 and 2 items: 4 from the first group, 2 from the second.
     # `turns` lists all items in this order, as pairs (number in its group, group).
     turns = []
     for group_number, indices in enumerate(indices_by_group.values()):
@@ -529,6 +524,7 @@ def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
     A conversation is cut inside its longest message. A `text` loses its end. A `prompt` loses its
     beginning, because its end is what the target answers.
     """
+    # `is_whole`: take all tokens of a `text`. Otherwise it would be cut to TEXT_PROMPT_TOKENS here.
     prompt = _tokenize_row(row, tokenizer, is_whole=True)
     if row.kind == "messages":
         return _cut_messages(row, tokenizer, length, prompt)
@@ -554,7 +550,8 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
         length: the most tokens of the prompt.
         prompt: the prompt of the whole conversation.
     """
-    # Find the longest message. The other messages stay as they are.
+    # Find the longest message, in characters. A message that only calls tools has the content None.
+    # The other messages stay as they are.
     longest = max(
         range(len(row.content)), key=lambda index: len(row.content[index]["content"] or "")
     )
@@ -736,6 +733,8 @@ def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
 
     from specdistill.common.repositories import HTTP_ERROR
 
+    # The library recognizes a newer file on the server by its ETag. With `use_etag=False` it does
+    # not ask the server if the cache has the file.
     try:
         config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
         return Path(DownloadManager(download_config=config).download(place)).read_bytes()
@@ -779,6 +778,7 @@ def parse_suite_file(
                 expected=f"one of the file's columns {', '.join(entry)}",
                 nearest=find_nearest(missing_columns[0], list(entry)),
             )
+        # Without `columns` the row is used as it is (`renamed or entry`).
         renamed = {ours: entry[column] for ours, column in columns.items()}
         row = _convert_row(number, place, renamed or entry, placeholder)
         if row:
@@ -809,6 +809,7 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
         UserError: for content that is not in this format.
     """
     stream: IO[bytes] = io.BytesIO(content)
+    # The errors that pyarrow, gzip and the parser of JSON raise for content of another format.
     unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
     with convert_errors(
         unreadable,
@@ -817,6 +818,7 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
         "Parquet rows, or one JSON object per line, as the name of the file says",
     ):
         if name.endswith(".parquet"):
+            # Convert 1,000 rows at a time to Python objects, which need much more memory.
             batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from enumerate(rows, start=1)
@@ -829,8 +831,8 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
 def _from_training_columns(entry: FileRow) -> FileRow:
     """Add the column `messages` or `user` to a row that has the columns of training data instead.
 
-    So that a file of training data can be used as a suite, too. The last turn of a conversation is
-    left out if it is the assistant's, because the target is to write this turn.
+    Thanks to this, a file of training data can be used as a suite. If a conversation ends with a
+    turn of the assistant, this turn is left out, because the target is to write it.
     """
     # Some rows have a conversation, in one of the columns that training data have.
     conversation_columns = [name for name in CONVERSATIONS if name in entry]

@@ -62,7 +62,8 @@ class BlockKVCache:
             key_BGTd: keys [B, G, T, d]: rows, key/value heads, positions, head size.
             value_BGTd: values of the same shape.
         """
-        # Lay the rows one after another: [B, G, T, d] becomes [G, S, d].
+        # Lay the rows one after another: [B, G, T, d] becomes [G, S, d]. Under autocast, float32
+        # rotary tables widen the keys, so they are converted back to the dtype of the values.
         key_GSd, value_GSd = (
             x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd)
         )
@@ -82,7 +83,7 @@ class BlockKVCache:
         Returns:
             The attention output [N, h, P, d].
         """
-        # Float32 rotary tables widen queries and keys under autocast.
+        # Under autocast, float32 rotary tables widen queries and keys, so they are converted back.
         dtype = value_NGPd.dtype
         inputs = (query_NhPd.to(dtype), key_NGPd.to(dtype), value_NGPd, *self._context[layer])
         # On a GPU one kernel call skips all pairs that the mask hides. A CPU has no such kernel, so
@@ -157,7 +158,8 @@ class BlockKVCache:
             key_GSd: keys of the S tokens of the context.
             value_GSd: values of the S tokens of the context.
         """
-        # Build the mask [N P, S + N P]. The first layer does this for all layers.
+        # Build the mask [N P, S + N P], one for all heads (None, None: batch and heads). The first
+        # layer does this for all layers.
         num_tokens = key_GSd.shape[1]
         if self._mask is None:
 

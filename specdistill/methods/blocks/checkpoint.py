@@ -254,7 +254,7 @@ def read_block_config(
     layers = [layer_id + 1 for layer_id in layer_ids]
 
     # The layout of speculators nests the keys of the layers. Its drafts are causal if they have a
-    # window, unless the file says otherwise.
+    # window, unless the file says otherwise. Keys at the top level come last, so they win.
     layer_config = checkpoint.read_speculators_layers(raw, kind.name, key)
     if layer_config:
         layers = list(read_stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())

@@ -292,7 +292,8 @@ def block_config(
         UserError: for layers that the target does not have, and for a target without RMS norms and
             a rotary embedding.
     """
-    # Engines read the layers in ascending order, whatever order a file states.
+    # Engines read the layers in ascending order, whatever order a file states. So other orders are
+    # refused.
     layers = choose_default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
     if (
         not layers

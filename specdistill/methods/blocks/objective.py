@@ -77,7 +77,8 @@ def draw_blocks(
     )
     has_loss_S[0] = False  # loss positions are padded with 0
 
-    # Find the tokens before a loss token. If there are too many, draw some, or take every n-th.
+    # Find the tokens before a loss token: index i of the slice from 1 on is the flag of token
+    # i + 1. If there are too many of them, draw some, or take every n-th.
     candidates = has_loss_S[1:num_tokens].nonzero().flatten()
     max_anchors = min(num_anchors * len(batch["position_ids"]), num_tokens)
     if len(candidates) > max_anchors:
@@ -177,8 +178,8 @@ class BlockObjective(Objective):
 
         Args:
             batch: packed rows.
-            number: of the batch in the run, so that each batch gets other blocks. None in an
-                evaluation, whose blocks are not random.
+            number: the number of the batch in the run, by which each batch gets other blocks. None
+                in an evaluation, whose blocks are not random.
         """
         # Each batch of the run has its own seed. The factor is a prime above the usual number of
         # batches, so that runs with other seeds draw other blocks. Evaluation draws nothing.
@@ -191,7 +192,10 @@ class BlockObjective(Objective):
         }
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the number of blocks that learn, by which the loss of a batch is divided."""
+        """Return the number of blocks that learn, by which the loss of a batch is divided.
+
+        A block learns if its first slot does. Later slots learn only if all slots before them do.
+        """
         return batch["has_loss"][:, 0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:

@@ -53,10 +53,13 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             """Return the logits [B, W] of slot `step`, corrected by the token drafted before it.
 
+            `chains` calls this once for each draft token.
+
             Args:
                 step: the index of the slot.
                 index_B: the tokens drafted in the slot before; None in the first slot.
             """
+            # A chain has one token before the slot, so T = 1 of [B, T, W].
             token_B1 = None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
             return slots.compute_logits(step, token_B1)[:, 0]
 
@@ -70,17 +73,23 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         Each slot of the block gives the candidates of one level of the tree. See
         `TreeProposer.propose_tree` for the arguments.
         """
+        # `levels` counts the slots from 1: the first call of `expand` needs slot 1, because slot 0
+        # gives the first level.
         slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] after the T nodes of the next level.
+            """Return the logits [B, T, W] after the T nodes of a level.
+
+            They come from the slot of the next level. `grow` calls this for one level after the
+            other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
-                rows_BT: for each node, the index of its parent in the level before. The node takes
-                    over the parent's row of states.
+                rows_BT: for each node, the index of its parent in the level before.
             """
+            # A correction has a state for each node of a level. The new nodes take over those of
+            # their parents.
             slots.inherit_states(rows_BT)
             return slots.compute_logits(next(levels), self.map_to_target(index_BT))
 
@@ -92,11 +101,11 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     def _run_block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
         """Run the draft once over one block for each row, which begins at the row's last token.
 
-        Before that, the target's features of the tokens added since the last round enter the
-        draft's KV cache.
+        Before that, the draft stores keys and values of the tokens that were added since the last
+        round. It computes them from the target's features.
 
         Args:
-            state: the sequences so far, with these features.
+            state: the sequences so far, with the target's features of the added tokens.
             k: how many slots must predict: the draft tokens of a chain, or the levels of a tree.
             key: the recipe key that the error names.
 
@@ -121,7 +130,8 @@ class BlockProposer(FeatureProposer[BlockDraft]):
             state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
         )
 
-        # Run the draft over the blocks, and drop the keys and values of their slots again.
+        # Run the draft over the blocks, and drop the keys and values of their slots again. If the
+        # anchor's own slot does not predict (`first_slot` is 1), a block needs k + 1 slots.
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
         rotary = self.cache.begin_chain(
             [k + config.first_slot] * len(counts), is_causal=config.is_causal

@@ -94,6 +94,9 @@ def build_vllm_loader(
         ignored: vLLM skips tensors whose names contain one of these texts or `t2d`.
         limits: features of drafts that vLLM does not support.
     """
+    # vLLM refuses unknown tensors, but does not report missing ones. Every version of it ("") finds
+    # the layers that are read under these two keys, and counts them one less than this project (1
+    # is added).
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),
@@ -124,7 +127,7 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
             for name, value in export.llama[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
-        # All other keys describe the layers.
+        # The keys that are left describe the layers, `is_causal` among them.
         layers = {
             name: value
             for name, value in export.llama.items()

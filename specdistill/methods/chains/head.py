@@ -153,13 +153,15 @@ def _check_target(target: FrozenTarget, rope: Mapping[str, object]) -> None:
 
 
 def count_parameters(head: DraftModule, once_per_round: Set[str] = frozenset()) -> ParameterCounts:
-    """Count the parameters of a head: in all, read in each draft step, and copied from the target.
+    """Count the parameters of a head: in its file, read in each draft step, copied from the target.
+
+    The file holds all parameters except those that are copied from the target.
 
     Args:
         head: the head. Its tensors may be on the meta device.
         once_per_round: names of tensors that are read once in a round and not in each draft step.
     """
-    # A step reads a few rows of the embedding table, which count as nothing.
+    # A step reads only a few rows of the embedding table, so the table does not count as read.
     sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
     num_copied = sum(sizes[name] for name in head.shared)
     not_counted = {"embed_tokens.weight", *once_per_round}
@@ -248,7 +250,7 @@ def _check_shape(head: nn.Module, settings: DraftSection) -> None:
             value = tuple(value)
         field = "draft_vocab_size" if name == "vocab_size" else name
         actual = getattr(head.config, field, None)
-        # A key that has its default value in the recipe is not compared.
+        # A value that is the default is not compared, because most recipes do not state the key.
         default = find_default(type(settings).model_fields[name])
         if value not in (default, actual):
             raise UserError(

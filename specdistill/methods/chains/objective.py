@@ -406,7 +406,8 @@ def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor
     """Reorder values of loss tokens by the position at which their chain of draft steps starts.
 
     Step k predicts the token 2 + k positions after the start of its chain (the root). So the values
-    of one chain end up in one column.
+    of one chain end up in one column. Values without a loss must be 0: they may belong to a root
+    before the first position, and are then added to position 0.
 
     Args:
         loss_positions: [R], positions of the loss tokens in the flattened rows.

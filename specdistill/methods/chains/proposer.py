@@ -130,7 +130,7 @@ class HeadProposer(FeatureProposer[Head]):
             return
 
         # Reuse the graphs of an earlier sequence whose cache had the same size. Sizes are rounded
-        # up, so that there are few of them.
+        # up, so that there are few of them. `truncate` forgets the earlier sequence.
         size = round_up_cache_size(*max_lengths)
         if size not in self._graphs:
             cache = DraftKVCache(1, self.rotary, self.device, self.config.sliding_window)
@@ -154,15 +154,19 @@ class HeadProposer(FeatureProposer[Head]):
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             """Run one pass of the head, and return its logits [B, W].
 
+            `chains` calls this once for each draft token.
+
             Args:
                 step: not used.
                 index_B: the tokens that the pass before drafted, as indices among the draft's W
                     tokens. None in the first pass, which reads the new tokens of the round.
             """
             nonlocal next_ids, hidden, counts
+            # After the first pass, each pass reads one token of each row: the one just drafted.
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
                 counts = [1] * len(counts)
+            # A round adds at most 1 + k tokens: k accepted ones and the target's own.
             logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW
@@ -182,14 +186,17 @@ class HeadProposer(FeatureProposer[Head]):
         """
         check_window(self.draft.config, shape.depth, key="eval.tree.depth")
         # The first pass reads the tokens and features that were added since the last round, and
-        # gives the candidates of the first level. It runs without compiled graphs (width 0).
+        # gives the candidates of the first level. Graphs are compiled for chains only, so it runs
+        # without them (width 0).
         next_ids, hidden, num_committed = self._gather_fresh(state)
         logits_BW, hidden_BH = self._run_head(next_ids, hidden, state.num_fresh, 0)
         hidden_BTH = hidden_BH.unsqueeze(1)
         tree_pass = TreePass.begin_at_root(num_committed, self.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] after the T nodes of the next level.
+            """Run one pass of the head; return its logits [B, T, W] after the T nodes of a level.
+
+            `grow` calls this for one level after the other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.

@@ -79,7 +79,8 @@ class MarkovHead(nn.Module):
         """
         # The first E right singular vectors of the head are the directions of hidden states that
         # change the logits most. W1 gets the target's embedding in these directions, scaled to a
-        # root mean square of 1.
+        # root mean square of 1. If the head has fewer than E directions, the other columns of W1
+        # stay random.
         width = min(self.markov_w1.embedding_dim, *head_WH.shape)
         directions_HE = torch.linalg.svd(head_WH.float(), full_matrices=False).Vh[:width].T
         embedded_VE = embedding_VH.float() @ directions_HE

@@ -79,6 +79,7 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         The heads of SafeAILab call themselves plain Llama models, so they are recognized by their
         sizes: one layer, as wide as the target.
         """
+        # The defaults None and 0 differ, because two missing sizes are not equal sizes.
         is_as_wide = getattr(draft.text, "hidden_size", None) == getattr(
             target.text, "hidden_size", 0
         )

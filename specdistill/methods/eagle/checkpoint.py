@@ -191,8 +191,9 @@ def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
     Raises:
         UserError: for a size that is missing, and for a setting that a head cannot have.
     """
-    # vLLM nests the keys of the head in `model`. `read_shape` allows no `logit_scale` but 1, so it
-    # does not get to see that key. SafeAILab's heads have a bias unless they say otherwise.
+    # vLLM nests the keys of the head in `model`. `read_shape` refuses a `logit_scale` other than 1,
+    # so it gets None in place of the value. SafeAILab's heads have a bias unless they say
+    # otherwise.
     raw = raw.get("model", raw)
     return EagleConfig(
         **vars(checkpoint.read_shape({**raw, "logit_scale": None}, key, what=DESCRIPTION)),

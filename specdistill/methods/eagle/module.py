@@ -71,6 +71,7 @@ class EagleDraft(Head):
 
     def copy_from_target(self, target: FrozenTarget) -> None:
         """Copy the target's embedding table and LM head into the head; they are not trained."""
+        # `strict` is off, because only these two tables are loaded.
         self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
         # The copied weights are used with the target's own scale and cap of logits.
         self._logits = replace(target.logits, linear=self.lm_head)

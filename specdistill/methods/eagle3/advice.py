@@ -166,6 +166,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
 
 def switch_residual_source(head: Eagle3Draft) -> None:
     """Flip `norm_before_residual`: take the first layer's residual before or after the norm."""
+    # The first layer keeps a copy of this switch, so both are changed.
     flipped = not head.config.norm_before_residual
     first = head.layers[0]
     assert isinstance(first, FirstLayer)
@@ -184,6 +185,7 @@ def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repa
     These are the layers one after and one before those in the head's config, because some projects
     count layers from 0 and others from 1; and the default layers.
     """
+    # The default layers are three, so they fit only a head that reads three.
     aux_layers = head.config.aux_layers
     candidates = [
         tuple(layer + 1 for layer in aux_layers),

@@ -220,7 +220,8 @@ def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, o
     In addition it states the target's number of layers.
     """
     # `build_head_config` also writes exports for engines. Here it needs neither the target nor the
-    # number of draft tokens.
+    # number of draft tokens. If the layers are not the default, it returns an `eagle_config` that
+    # lists them, which replaces the short one below.
     head = HeadExport(
         checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )

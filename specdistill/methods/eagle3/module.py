@@ -97,6 +97,7 @@ class FirstLayer(nn.Module):
             rotary: cos and sin [B, T, d] of the positions.
             kv_cache: keys and values of earlier positions and steps.
         """
+        # This is layer 0 of the head, under which the cache stores keys and values.
         normed = self.hidden_norm(hidden_BTH)
         residual = normed if self.norm_before_residual else hidden_BTH
         concatenated = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
@@ -155,6 +156,8 @@ class Eagle3Draft(FeatureDraft, Head):
         Returns:
             [B, T, H], the projection of all of them side by side.
         """
+        # Normalize each layer's states (EAGLE-3.1), or all of them together (speculators), or
+        # neither, as the config says.
         aux = features.aux
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))

@@ -39,7 +39,8 @@ def build_head_config(
         aux_layers: a function that returns the keys for the list of target layers that the head
             reads, because engines expect different keys. Not called for the default layers.
     """
-    # Engines assume the default layers if config.json states none, so these are not written.
+    # Engines assume the default layers if config.json states none. So the layers that the head
+    # reads are written only if they are others.
     head = export.head
     layers = list(export.head.aux_layers)
     return {

@@ -76,6 +76,8 @@ class ExitProposer(TokenProposer[ExitDraft]):
         def next_logits(step: int, token_1: Tensor | None) -> Tensor:
             """Run the target's first layers over one token; return the exit's logits [1, V].
 
+            `chains` calls this once for each draft token.
+
             Args:
                 step: not used.
                 token_1: the token drafted in the step before. None: the sequence's last token.

@@ -101,8 +101,10 @@ class SplitTarget(CachedTarget):
         state = torch.cat(self._states, dim=1)
         self._states = []
 
-        # A model asks the first layer of a cache how many tokens it holds. The layers below E have
-        # read more already, so the cache of layer E takes the place of theirs.
+        # A model asks the first layer of a cache how many tokens it holds. The first E layers have
+        # read these tokens already, and the others have not. So in a copy of the cache, the entry
+        # of the first other layer also stands in the places of the first E layers. The entries of
+        # the other layers stay in their places, where the layers look for them.
         upper_cache = copy.copy(self.cache)
         upper_layers = self.cache.layers[self.exit_layer :]
         upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
@@ -111,7 +113,7 @@ class SplitTarget(CachedTarget):
         def enter(
             _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> tuple[object, dict[str, object]]:
-            """Replace the input of the first later layer by the stored hidden states.
+            """Replace the input of the first of the later layers by the stored hidden states.
 
             torch calls this before the layer runs, with its arguments.
             """
@@ -158,11 +160,13 @@ def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
     Raises:
         LookupError: if layers and norm are no direct parts of the decoder.
     """
-    # Copy the decoder without its submodules, so that replacing one does not change the target.
+    # Copy the decoder and its table of submodules, but not the submodules. So the copy can have
+    # others without a change of the target.
     view = copy.copy(target.backbone)
     view._modules = dict(view._modules)
 
-    # Replace the list of layers, and the final norm by an identity if it does not follow.
+    # Replace the list of layers. If the target's last layer is not included, replace the final norm
+    # by an identity, too.
     names = {part: name for name, part in view.named_children()}
     if not names.keys() >= {target.layers, target.norm}:
         raise LookupError("its layers or its final norm are no direct parts of its decoder")

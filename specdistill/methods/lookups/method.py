@@ -113,7 +113,11 @@ class LookupAdvice(Advice[nn.Module]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Return the size of a lookup for `specdistill plan`: it has no parameters."""
+        """Return the size of a lookup for `specdistill plan`.
+
+        A lookup has no parameters, and no layers, so that the shape of the layers is None. It can
+        draft every token of the target's vocabulary.
+        """
         return sizes.PlannedDraft(
             sizes.ParameterCounts(0, 0, 0),
             None,

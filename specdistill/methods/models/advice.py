@@ -41,11 +41,13 @@ class ModelAdvice(Advice[PreTrainedModel]):
             target: the target, described by its config.json.
             draft_info: an existing draft, described by its config.json; None for a draft that is
                 still to be trained.
-            settings: the recipe's settings of the draft. Without a draft, the model has the
-                target's class and the sizes in the settings. Without sizes it has `MIN_LAYERS`
-                layers that are as large as the target's.
+            settings: the recipe's settings of the draft. If no draft exists, the planned model has
+                the target's class and the sizes in the settings. If the settings name no size, it
+                has `MIN_LAYERS` layers (or the target's only one) as large as the target's.
         """
-        # Take the existing draft, or build the target's class in another shape.
+        # Take the existing draft, or build the target's class in another shape. Unless a recipe
+        # asks for fresh weights (`scratch`), layers of the target are copied, and only layers like
+        # Llama's can be.
         if draft_info:
             model = draft_info.model
         else:

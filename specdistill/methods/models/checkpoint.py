@@ -76,7 +76,8 @@ def load_draft_model(
             or not finite, or if the model cannot draft (see `check_attention`).
     """
     # A name that is neither a folder nor of the form owner/name is probably a misspelled value, so
-    # refuse it before the Hub is asked. `pico` is the model that the package builds itself.
+    # refuse it before the Hub is asked. `pico` is the model that the package builds itself. The key
+    # `draft.init` also takes `layers` and `scratch`, so one of these may be meant there.
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
         further_choices = INITIALIZATIONS if key == "draft.init" else ()
@@ -184,6 +185,9 @@ def merge_lora(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
     """
     if not isinstance(draft, peft.PeftModel):
         return draft
+
+    # LoRA has frozen the weights. The copy is a plain model again, all of whose weights can be
+    # trained.
     merged: PreTrainedModel = copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
     return merged
 
@@ -243,7 +247,8 @@ def add_both_spellings(config: RawConfig) -> RawConfig:
         }
     keys = dict(config)
 
-    # Layers of several kinds have parameters for each kind, and no single `rope_theta`.
+    # Layers of several kinds have parameters for each kind, and no single `rope_theta`. Version 4
+    # writes `rope_scaling` as null if the embedding is a plain one, of the type `default`.
     if rope and "rope_theta" in rope:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         keys["rope_parameters"] = rope

@@ -91,6 +91,7 @@ def _load_trained_model(
     draft, _ = load_draft_model(init, key="draft.init", device=target.device)
 
     # Models of one family may have the same tokens, but pad their embeddings to different sizes.
+    # Rows that are added belong to no token, so plain random values (no `mean_resizing`) will do.
     if draft.config.get_text_config().vocab_size != target.vocab_size:
         draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
 
@@ -131,7 +132,7 @@ def _build_from_target(
     if init == "layers":
         check_decoder(target.model)
 
-    # By default a quarter of the target's layers, but at least two.
+    # By default a quarter of the target's layers, but at least two, if the target has as many.
     with convert_errors(
         (AttributeError, RuntimeError), "draft.init", f"{init} of {target.name}", DECODER_HINT
     ):

@@ -128,6 +128,7 @@ class Distillation(Objective):
         # `forward` replaces the attention of models that read packed documents. PyTorch computes
         # the layers again outside `forward`, so the attention is replaced there too. The first
         # context is entered in the forward pass, the second when the layers are computed again.
+        # PyTorch accepts `context_fn` only without reentrant checkpointing.
         attention_settings = {
             "use_reentrant": False,
             "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
@@ -149,8 +150,9 @@ class Distillation(Objective):
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
         """Return the target's distributions as soft targets, for the loss and the metrics.
 
-        They are at temperature 1, at which acceptance is measured. In training with hard labels
-        they are None, because the loss does not need them, and the target need not run.
+        They are at temperature 1, at which acceptance is measured. `compute_row_losses` brings them
+        to the temperature of the loss. In training with hard labels they are None, because the loss
+        does not need them, and the target need not run.
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
@@ -229,9 +231,10 @@ class Distillation(Objective):
         """
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
-            """Return the next tokens of a chunk of the rows, and the target's distributions.
+            """Return the next tokens after a chunk of the R states, and the target's distributions.
 
-            There are no distributions in training with hard labels.
+            The slice `rows` selects the chunk. In training with hard labels the distributions are
+            None.
             """
             return next_R[rows], None if soft_targets is None else soft_targets.at(
                 rows, measure=measure
@@ -283,8 +286,9 @@ def find_repeated_names(module: nn.Module) -> list[str]:
 
     An example is `lm_head.weight` if the LM head is tied to the embedding.
     """
-    # Two names are of the same tensor if its memory begins at the same address with the same
-    # shape. Note the first name of each tensor.
+    # Two names are of the same tensor if their memory begins at the same address and the shapes
+    # are the same. (A view of a tensor's first rows begins there too, but has another shape.) Note
+    # the first name of each tensor.
     first_names: dict[tuple[int, torch.Size], str] = {}
     repeated_names = []
     for name, tensor in module.state_dict().items():
@@ -385,7 +389,7 @@ class OnPolicyGeneration:
         ).unsqueeze(1)
 
         # The row's only document has the number 0; padding has -1 and no loss. The loss covers the
-        # tokens after the prompt.
+        # tokens after the prompt, which has `prompt_tokens` tokens in every row.
         columns = {
             "input_ids": ids_BT,
             "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),

@@ -72,7 +72,8 @@ class LlamaLayers(nn.Module):
 
     def begin(self, num_rows: int) -> None:
         """Start `num_rows` new sequences with an empty KV cache."""
-        # The rotary embedding reads only the dtype and device of its first argument.
+        # A rotary embedding takes hidden states and positions, but reads only the dtype and device
+        # of the hidden states. So a weight of the norm is passed in their place.
         norm_weight = self.norm.weight
         self.cache = DraftKVCache(num_rows, partial(self.rotary, norm_weight), norm_weight.device)
 
@@ -189,9 +190,9 @@ class DraftText:
         Args:
             num_unchanged: how many of the first ids are unchanged, as `read` returned it.
         """
-        # Find the longest common prefix of the cached tokens and the sequence. The comparison
-        # begins after the unchanged ids. The last token is never part of the prefix: it is fed
-        # again, because the draft begins with the logits after it.
+        # Find the longest common prefix of the cached tokens and the sequence. The unchanged ids
+        # need no comparison, so it begins after them. The last token is never part of the prefix:
+        # it is fed again, because the draft begins with the logits after it.
         max_prefix = min(len(self.cached), len(self.ids) - 1)
         prefix = max(0, min(num_unchanged, max_prefix))
         while prefix < max_prefix and self.cached[prefix] == self.ids[prefix]:
@@ -339,7 +340,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         room. The tree's nodes leave the cache at the end, so accepted ones are fed again in the
         next round.
         """
-        # Feed each row the tokens that its cache lacks.
+        # Find the tokens that each row's cache lacks. A row whose text the draft cannot write has
+        # none; if all rows are like this, nothing is drafted.
         feeds, depths = self._read_new_tokens(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)
@@ -364,7 +366,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 rows_BT: [B, T], the index of each node's parent in the level before.
             """
             nonlocal step
-            # With masks, all nodes of a level have the same logits, which are known already.
+            # With masks, all nodes of a level have the same logits, which are known already:
+            # `levels` counts the calls, and so the levels. Without masks, run all T nodes of each
+            # row, none of which is padding.
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.add_level(rows_BT)
@@ -457,8 +461,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         # Forget the masks.
         self.layers.truncate([len(row.cached) for row in self.rows])
 
-        # Gather the states of the last token and of the masks. Rows with fewer masks are padded:
-        # the clamp keeps their indices inside the tensor, and nobody reads those states.
+        # Gather the states of the last token (at index 0 in a row that was fed nothing) and of the
+        # masks. Rows with fewer masks are padded: the clamp keeps their indices inside the tensor,
+        # and nobody reads those states.
         last_B1 = torch.tensor(
             [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device
         )

@@ -92,27 +92,17 @@ def match_vocabularies(
     token_replacements: Mapping[str, str] = MappingProxyType({}),
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
-    """Match the tokens of a draft with those of its target.
+    """Match the tokens of a draft with those of its target, and return those that both hold.
 
-    Args:
-        target_tokenizer: the target's tokenizer.
-        target_vocab_size: the width of the target's logits.
-        draft_tokenizer: the draft's tokenizer.
-        draft_vocab_size: the width of the draft's logits.
-        heterogeneous_vocab: whether the vocabularies may differ; None for a command that has no
-            such key.
-        token_replacements: the text of target tokens, each with the text that the draft writes in
-            its place.
-        key: the recipe key of the draft, which errors name.
-
-    Returns:
-        The tokens that both vocabularies hold. None if no translation is needed, because all token
-        ids and the numbers of logits are the same.
+    The vocabulary sizes are the widths of the logits. None is returned if no translation is needed,
+    because both sizes and all token ids are the same. `heterogeneous_vocab` says whether the
+    vocabularies may differ; it is None for a command that has no such key. `token_replacements`
+    holds texts of target tokens, each with the text that the draft writes in place of the token.
 
     Raises:
-        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, if they share no
-            token at all, or for a replacement whose text is no token of the target, whose draft
-            tokens have no logits, or that is given although the tokenizers are the same.
+        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, or if they share
+            no token at all. Also for a replacement whose text is no token of the target, or whose
+            draft tokens have no logits, and for any replacement if the tokenizers are the same.
     """
     # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
@@ -238,6 +228,8 @@ def _replace_token(
         token_id: the target's token.
         draft_token_ids: the draft's tokens that stand for it, possibly none.
     """
+    # At first, note that the token is only read. With exactly one draft token it can be proposed
+    # too, and moves to `pairs`.
     pairs.pop(token_id, None)
     read_as[token_id] = draft_token_ids
     if len(draft_token_ids) == 1:
@@ -266,7 +258,8 @@ def check_rows(
     Raises:
         UserError: for tokens without a row.
     """
-    # A token whose id is not below the number of rows would be an index error in the embedding.
+    # A token whose id is not below the number of rows would be an index error in the embedding. The
+    # chat template may be None, or a dict of several ones, so it is searched as a text.
     tokens_without_row = {
         token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows
     }

@@ -59,8 +59,8 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         key, num_layers = target.native_mtp or (None, 1)
 
         # With hidden size H, each layer has a projection fc [H, 2H], three norms [H] and a decoder
-        # layer. A step runs one such layer, and reads the LM head. Embedding and LM head are copies
-        # of the target's.
+        # layer of the class of the target's last layer. A step runs one such layer, and reads the
+        # LM head. Embedding and LM head are copies of the target's.
         last = target.weightless.layers[-1]
         decoder_size = sum(parameter.numel() for parameter in last.parameters())
         fuse_size = 2 * text.hidden_size**2 + 3 * text.hidden_size

@@ -133,7 +133,8 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
         raise no_layer_error
 
     # Load the layer's tensors. DeepSeek-V3's format repeats the target's embedding and LM head in
-    # the layer. The draft uses the target's, so the repeated tensors must be equal to them.
+    # the layer. The draft uses the target's, so the repeated tensors must be equal to them. If the
+    # layer does not repeat a tensor, the target's is compared with itself, which is no error.
     tensors = shards.load(name for name in shards.file_of if naming.has_tensor(name, prefix))
     for name in naming.copies:
         target_tensor = target.tensor(name)
@@ -260,22 +261,19 @@ def check_mtp(
     The shapes of the decoder layer inside are not checked, because only the target's own class
     knows them.
 
-    Args:
-        folder: the folder that holds config.json.
-        tensors: the tensors by name. Only names and shapes are read, so they may be on the meta
-            device.
-        target: the target's files. Without a target (None) nothing is checked.
-        key: the recipe key that errors name.
-        name: what errors call the draft.
+    Only names and shapes of the tensors are read, so they may be on the meta device. `key` is the
+    recipe key that errors name, and `name` what they call the draft.
 
     Raises:
         UserError: if the draft is for another target, or if tensors are unknown, missing or of
             another shape.
     """
+    # Names and shapes depend on the target. Without one nothing can be checked.
     if target is None:
         return
 
-    # The draft must be for such a target, and hold the tensors of one layer only.
+    # The draft must be made for a target with the same sizes, and hold the tensors of one layer
+    # only.
     check_layer_fit(read_config(folder, key), target.text_config, name, key, target.name)
     naming = find_naming(target.text_config["model_type"])
     prefix = naming.prefix(target.num_layers)
@@ -356,9 +354,9 @@ def _fill_draft(
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
     """Write a draft into a folder, from which `load_mtp` reads exactly the same weights."""
-    # Put the target's text config into config.json. When the draft is loaded, `check_layer_fit`
-    # compares it with the text config of the target then. The depth key says how many layers there
-    # are: 1.
+    # Put the target's text config into config.json. `load_mtp` compares it with the text config of
+    # the target that the draft is loaded for. The depth key says how many layers there are: 1. The
+    # tensors get the names that they would have in the target's checkpoint.
     text = draft.config.text_config
     naming = find_naming(text["model_type"])
     config = {
@@ -504,7 +502,8 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
-    # Write the tensors, and say in config.json how many such layers there are. Only one is trained.
+    # Write the tensors. If config.json does not say already that there is one such layer, write it
+    # anew (`text` is a part of `config`). Only one is trained.
     _write_checkpoint(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
@@ -600,6 +599,7 @@ def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> d
     """
     # Find the source of each repeated tensor in the checkpoint. It may have one of several names:
     # a tied LM head, for example, is stored as the embedding only. The first name found is used.
+    # Names may have further parts before these, such as `model.`, so the ends are compared.
     sources = {}
     for copy, ends in naming.copies.items():
         matching_names: list[str] = []

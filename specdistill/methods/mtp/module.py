@@ -244,7 +244,8 @@ class MtpDraft(Head):
         stays in float32 when the draft changes to bfloat16.
         """
         # Save the tensors that must not be rounded, apply the function to everything, and put the
-        # saved data back on the new device.
+        # saved data back on the new device. With `keep_vars` a state dict holds the parameters
+        # themselves, so that their data can be replaced.
         old_state = self.state_dict(keep_vars=True)
         float32_tensors = {}
         for name in old_state:

@@ -59,6 +59,7 @@ class Naming:
         """
         # Look for the layer's projection fc. In a multimodal checkpoint the names begin with
         # `model.language_model.` in place of `model.`, so only the part after `model.` is compared.
+        # With a dot before both names, the comparison cannot begin in the middle of a word.
         fc_name = self.names["fc.weight"]
         end = "." + self.prefix(num_layers).removeprefix("model.") + fc_name
         fc_names = [name for name in names if f".{name}".endswith(end)]

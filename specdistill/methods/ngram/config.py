@@ -56,7 +56,8 @@ class NgramEvalConfig(EvalConfig):
         if ENGINE_IS_STARTED.holds(self):
             # An engine looks up by its own rule, so `rule` may only have its default or the
             # engine's name. For llama.cpp the default is not allowed either: it has a shortest
-            # length, `min`, but all n-grams of llama.cpp have one length.
+            # length, `min`, but all n-grams of llama.cpp have one length. The check of that length
+            # is the same as for a lookup in front of a draft (`LookupFirstConfig`).
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
             check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):

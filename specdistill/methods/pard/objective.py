@@ -47,8 +47,9 @@ def draw_masks(
     """Choose at random after which tokens of a batch masks are trained (PARD's conditional drop).
 
     After a token, masks 1 to K - 1 stand for the unknown next tokens. Mask i predicts the token
-    i + 1 positions after its token. This is only possible if that token and all tokens between the
-    two have a loss; they are then in one document.
+    i + 1 positions after the token that it follows. In the text `a b c d`, for example, `a` itself
+    predicts `b`, mask 1 after `a` predicts `c`, and mask 2 predicts `d`. Mask 2 is only possible if
+    `b`, `c` and `d` all have a loss; they are then in one document with `a`.
 
     Args:
         batch: packed rows [B, T].
@@ -167,7 +168,8 @@ class ParallelDistillation(Distillation):
             batch: a batch of packed rows.
             number: the number of the batch in training; None in evaluation.
         """
-        # Evaluation always uses the number -1, so that it draws the same masks each time.
+        # Evaluation always uses the number -1, so that it draws the same masks each time. With the
+        # factor, different seeds give different random numbers up to a million batches.
         seed = self.seed * 1_000_003 + (-1 if number is None else number)
         columns_BM, numbers_BM = draw_masks(batch, *self.drop, seed=seed)
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
@@ -330,8 +332,9 @@ class ParallelDistillation(Distillation):
             predicts (0 for a token), and the position of the predicted token in the flattened
             batch.
         """
-        # Mask i of the token at column t predicts the token at t + 1 + i. Padding masks may point
-        # past the end, so their labels are clamped, and they have no loss.
+        # Mask i of the token at column t predicts the token at column t + 1 + i of the same row;
+        # the labels are positions in the flattened batch. Padding masks have the number K, which is
+        # no mask's number, so they have no loss. They may point past the end, hence the clamp.
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
         row_starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)

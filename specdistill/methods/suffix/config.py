@@ -36,6 +36,7 @@ class SuffixConfig(Section):
     def _has_lengths(self) -> "SuffixConfig":
         """Check that `min` is at most `max`, and that the longest match allows a draft token."""
         check_lengths(self)
+        # A match of n tokens allows up to `max_spec_factor` * n draft tokens, rounded down.
         if self.max_spec_factor * self.max < 1:
             raise UserError(
                 "eval.suffix.max_spec_factor",

@@ -69,8 +69,9 @@ class SuffixTrie:
         """Add tokens to the end of the last text, and count what they follow."""
         for token in tokens:
             # Count the token after each suffix of the text that occurred before, which has a node,
-            # and after the empty suffix, the root. Suffixes longer than `depth` tokens are left
-            # out. Then `_open_nodes` holds the suffixes that end with this token, for the next one.
+            # and after the empty suffix, the root. `_open_nodes` holds these nodes, the longest
+            # suffix first, so its last `depth` nodes are the suffixes of up to `depth` tokens. Then
+            # it gets the nodes of the suffixes that end with this token, for the token after it.
             self.tokens.append(token)
             longer_nodes = [
                 self._count_follower(node, token)
@@ -157,7 +158,8 @@ class SuffixTrie:
                 child = Node(2, followed=1, best=follower, children={follower: child + 1})
         node.children[token] = child
 
-        # The latest token wins a tie, because >= replaces the best so far.
+        # The latest token wins a tie, because >= replaces the best so far. A new node has no best
+        # token yet: then the 0 stands for a place that occurred once, which every token replaces.
         if count_occurrences(child) >= count_occurrences(node.children.get(node.best, 0)):
             node.best = token
         return child if isinstance(child, Node) else None
@@ -192,7 +194,8 @@ class SuffixLookup:
 
         If the new list only adds outputs to the old one, only the added outputs are counted.
         """
-        # Keep only the latest outputs, at most `max_cached_requests`.
+        # Keep only the latest outputs, at most `max_cached_requests`. (Fewer outputs would make the
+        # start of the slice negative, hence the `max`.)
         kept_outputs = list(outputs[max(0, len(outputs) - self.config.max_cached_requests) :])
 
         # Texts cannot be removed from the trie. So it is built anew, unless the new list begins
@@ -212,7 +215,8 @@ class SuffixLookup:
             text: the request. It begins with the text of the call before.
             k: the most draft tokens.
         """
-        # Add the request's new tokens to its trie. Then find the longest suffix that occurred
+        # Add the request's new tokens to its trie. From then on `text` is only as much of the
+        # request's end as a suffix can have, `max` tokens. Find the longest suffix that occurred
         # before, and the first draft token with its share of all tokens that followed.
         self._request_trie.extend(text[len(self._request_trie.tokens) :])
         tokens: list[int] = []

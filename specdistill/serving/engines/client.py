@@ -264,6 +264,7 @@ class Client:
 
         Without this count, the page belongs to another engine, or its statistics are switched off.
         """
+        # A missing counter counts as NaN, for which the comparison is false.
         counters = self.read_counters(server)
         if not 0 <= counters.get(self.generated, math.nan) < math.inf:
             raise ResourceError(

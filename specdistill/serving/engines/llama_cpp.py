@@ -110,7 +110,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
     Raises:
         UserError: if `eval.llama_cpp.ctx_size` is too small for the slots.
     """
-    # Find the options that the recipe sets, and the number of slots: the most requests at once.
+    # Find the options that the recipe sets, and the number of slots: the most requests at once. The
+    # keys in `FILES` name GGUF files, which `serve_arguments` passes on.
     recipe_options = {
         name: value
         for name, value in vars(config.llama_cpp).items()
@@ -119,7 +120,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
     max_concurrency = max([config.concurrency, *config.sweep.concurrency])
     num_slots = recipe_options.get("parallel", max_concurrency)
 
-    # llama.cpp divides the context among the slots, and leaves two tokens of each slot free.
+    # llama.cpp divides the context among the slots, and leaves two tokens of each slot free. It
+    # rounds the size of a slot up to a multiple of CONTEXT_STEP.
     slot_size = math.ceil((longest + 2) / CONTEXT_STEP) * CONTEXT_STEP
     context_size = num_slots * slot_size
     if recipe_options.get("ctx_size", context_size) < context_size:
@@ -224,8 +226,9 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     # when the next request is sent.
     server.session.headers["Connection"] = "close"
 
-    # /slots says whether the server drafts, but not how many tokens. Its answer is a list, which is
-    # wrapped into an object so that it can be parsed.
+    # /slots says whether the server drafts, but not how many tokens. A server that drafts, but has
+    # no counters of positions yet, hides its K. The answer of /slots is a list, which is wrapped
+    # into an object so that it can be parsed.
     props = server.json("/props", Props)
     response = server.ask("/slots", hint="start llama-server without --no-slots")
     slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
@@ -270,7 +273,8 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
     one round ends between two parts, and the growth of both numbers belongs to this round. If the
     number of draft tokens grows by more than K, several rounds have ended. How they share the
     accepted tokens is unknown, so the last rounds are assumed to have accepted as many as they
-    could. Accepted tokens after the end of the completion are not counted.
+    could: with K = 4, for 8 draft tokens of which 5 were accepted, 4 in the last round and 1 in the
+    round before. Accepted tokens after the end of the completion are not counted.
 
     Args:
         response: the answer, a stream of server-sent events.

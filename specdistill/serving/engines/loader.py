@@ -273,7 +273,8 @@ def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
         config: the config.json of the draft's folder.
     """
     # An engine chooses its model class by `architectures` in config.json. In some layouts this key
-    # is in an inner dictionary, whose key is `loader.inner`.
+    # is in an inner dictionary, whose key is `loader.inner`. If the engine knows several names, the
+    # error names the shortest one.
     loader = result.loader
     inner_config = config.get(loader.inner or "")
     architectures = (config if inner_config is None else inner_config).get("architectures") or []

@@ -303,8 +303,8 @@ class Server:
 def _load_certificates() -> ssl.SSLContext:
     """Return the TLS certificates of this machine, to connect to https:// addresses.
 
-    The result is cached and shared by all servers, because loading the certificates takes about as
-    long as a request.
+    The decorator `cache` keeps the result, which all servers share, because loading the
+    certificates takes about as long as a request.
     """
     import httpx2
 
@@ -315,7 +315,8 @@ def _load_certificates() -> ssl.SSLContext:
 def _start_event_loop() -> asyncio.AbstractEventLoop:
     """Return the asyncio event loop in which all requests run; start it on the first call.
 
-    The loop runs in a thread of its own, so that threads without a loop can send requests, too.
+    The decorator `cache` makes later calls return the same loop. It runs in a thread of its own, so
+    that threads without a loop can send requests, too.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()

@@ -129,7 +129,8 @@ def format_slots(served: Served) -> str:
     """Return the JSON that tells SGLang which K to use at which load; empty if K does not change.
 
     The load is the number of sequences at once. `served.lengths` has pairs (load, K), where each K
-    holds from its load on. SGLang calls the entry for a load a slot.
+    holds from its load on. SGLang calls the entry for a load a slot. `build_sglang_options` has the
+    option `speculative_adaptive` if K changes.
 
     Args:
         served: the target, the draft and the settings to serve them with.

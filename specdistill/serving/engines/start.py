@@ -147,8 +147,8 @@ def find_cause(log: Path) -> str:
     """Return the likely cause of an engine's failure, as one line of text from its log.
 
     This is the message of the first Python exception, because later exceptions follow from it. The
-    next line is appended if it is indented, since it then continues the message. A log without an
-    exception gives its last line.
+    next line is appended if it is indented, since it then continues the message. A warning that
+    mentions an exception is passed over. A log without an exception gives its last line.
     """
     lines = read_lines(log) or ["it printed nothing"]
     next_lines = [*lines[1:], ""]

@@ -57,9 +57,12 @@ def build_served_config(served: Served) -> dict[str, object]:
     Args:
         served: the target, the draft and the settings to serve them with.
     """
-    # Collect the keys that only some drafts need: the draft's folder (a draft in the target's
-    # checkpoint has none), sampled instead of greedy draft tokens, the draft's revision on the Hub,
-    # and a K for each number of sequences at once.
+    # Collect the keys that only some drafts need:
+    # - the draft's folder (a draft in the target's checkpoint has none), and its revision on the
+    #   Hub,
+    # - sampled instead of greedy draft tokens (behind a lookup the draft must be greedy, because
+    #   looked-up tokens have no probabilities),
+    # - a K for each number of sequences at once, next to the largest K.
     draft_folder = {} if served.in_target else {"model": str(served.output)}
     sampling = (
         {"draft_sample_method": "probabilistic"}
@@ -94,7 +97,8 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
     Args:
         lengths: pairs (number of sequences at once, K), where K holds from that number on.
     """
-    # The first range begins at 1, and each range ends just before the next one begins.
+    # The first range begins at 1, and each range ends just before the next one begins. The last one
+    # ends at the number of its pair; no range may end before 1, hence the `max`.
     firsts = [1, *(size for size, _ in lengths[1:])]
     lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
     return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
@@ -316,6 +320,7 @@ def build_speculators_config(
         layers: the config of the draft's layers.
     """
     # Draft greedily, and accept without tolerance, so that the output is the target's own.
+    # `speculators_version` is the version of the project whose layout is written here.
     target = export.target
     proposal = {
         "proposal_type": "greedy",

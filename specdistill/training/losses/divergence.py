@@ -110,12 +110,15 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """Compute `tvd` with another gradient: -E_q[A_w grad log q_w] (arXiv 2403.00858).
 
     p is the target's distribution over W tokens, and q the draft's. A token w has the reward r_w =
-    1 if p_w > q_w, else 0, and the advantage A_w = (r_w - mean) / deviation. The paper draws w from
-    q, and takes mean and deviation of the rewards over a batch. Here the expectation is exact, and
-    mean and deviation are those under q: the mean is Q = sum_w q_w r_w, and the variance is Q (1 -
-    Q). So the gradient is that of `tvd` divided by sqrt(Q (1 - Q)). Its norm is at most 1, and it
-    stays strong where q puts little mass on the tokens that p prefers. If no token has a reward,
-    the gradient is zero.
+    1 if p_w > q_w, else 0, and the advantage A_w = (r_w - mean) / deviation.
+
+    The paper draws w from q, and takes mean and deviation of the rewards over a batch. Here the
+    expectation is exact, and mean and deviation are those under q: the mean is Q = sum_w q_w r_w,
+    and the variance is Q (1 - Q).
+
+    So the gradient is that of `tvd` divided by sqrt(Q (1 - Q)). Its norm is at most 1, and it stays
+    strong where q puts little mass on the tokens that p prefers. If no token has a reward, the
+    gradient is zero.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     # Compute the advantage A, which is a constant for the gradient: (1 - Q) / sqrt(Q (1 - Q)) for a
@@ -127,8 +130,8 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         hit_R = (q * rewarded).sum(-1, keepdim=True)
         miss_R = (q * ~rewarded).sum(-1, keepdim=True)
         deviation_R = (hit_R * miss_R).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-        # If rounding gives every token a reward, `miss_R` and so the advantage are exactly zero.
-        # Computed as r - Q, it would be a rounding error divided by almost zero.
+        # The clamp avoids 0 / 0 if no token or every token has a reward. If rounding gives every
+        # token one, `miss_R` is exactly zero, where 1 - Q could be a rounding error.
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
 
@@ -146,7 +149,8 @@ def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     alpha. For a one-hot p the value is the cross-entropy. It is computed in logarithms, because
     alpha itself would be rounded to zero where p and q hardly overlap.
     """
-    # log alpha = logsumexp_w min(log p_w, log q_w)
+    # log alpha = logsumexp_w min(log p_w, log q_w). A token with p_w = 0 gives -inf, which adds
+    # nothing.
     log_q = draft_logits_RW.float().log_softmax(-1)
     return -torch.minimum(target_probs_RW.log(), log_q).logsumexp(-1)
 
@@ -230,14 +234,14 @@ def build_divergence(spec: object) -> Divergence:
 
 
 def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
-    """Return one divergence of a weighted sum with its options set, after checking both.
+    """Check the name and the options of one divergence, and return it with the options set.
 
     Args:
         spec: a mapping of `name` and options.
         key: the recipe key that errors name.
-        **more_fields: types and defaults of further options, as `pydantic.create_model` takes them:
-            `weight` in a weighted sum. They become keywords of the returned partial, from which
-            the caller takes them.
+        **more_fields: further options that the divergence itself does not have, with type and
+            default as `pydantic.create_model` takes them. In a weighted sum this is `weight`. They
+            become keywords of the returned partial, and the caller must remove them there.
     """
     # Find the divergence by its name.
     if not isinstance(spec, Mapping) or "name" not in spec:

@@ -56,9 +56,11 @@ def compute_head_loss(
     """Compute the weighted sum of the losses of R rows through an output head, block by block.
 
     The logits of all rows never exist at once. The gradient reaches the rows and the head's weight
-    and bias. The K drafted positions of a row share one target, as the steps of an unroll that
-    predict the same token do. Positions that each have their own target are given as rows, with
-    K = 1.
+    and bias.
+
+    A row has K hidden states, one for each drafted position, which are compared with the same
+    target. For example, K steps of an unroll all predict one token. If each position has a target
+    of its own, each is a row of its own, and K is 1.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.
@@ -114,7 +116,7 @@ def compute_head_loss(
 
 
 def _get_product_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype that logits are computed in: that of autocast, else the weight's."""
+    """Return the dtype of logits: under autocast its dtype, otherwise the dtype of the weight."""
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -172,7 +174,7 @@ class _Product:
         """Compute the logits [K, b, W] of the b rows from start to stop, and return them.
 
         They are a view of the buffer, so the next call overwrites them. K is the number of drafted
-        positions, and W that of tokens.
+        positions, and W the number of tokens.
         """
         rows_KbH = self.rows_KRH[:, start:stop].to(self.weight_WH.dtype)
         self._block_rows = rows_KbH.flatten(0, 1)  # kept, because `add_gradients` needs it
@@ -268,7 +270,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         arguments are those of `compute_head_loss`.
         """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
-        # the logits of a block.
+        # the logits of a block. In `tensors`, each product has first its rows, then its weight.
         num_positions, num_rows, _ = tensors[0].shape
         dtype = _get_product_dtype(tensors[1])
         buffer_rows = num_positions * min(block_size, num_rows)
