@@ -259,7 +259,7 @@ def measure_training(shape: Shape) -> Iterator[Piece]:
         yield {"parts_ms": time_parts_of_a_step(trainer, shape)}
 
         # Run the same training step on one batch twice more: to count waits, then under the
-        # profiler. Each step gets a copy of the batch, because it may change the dictionary.
+        # profiler. Each step gets a copy of the dictionary `batch[0]`, which it may change.
         batch, *_ = trainer.get_batch_samples(
             iter(trainer.get_train_dataloader()), 1, trainer.args.device
         )

@@ -243,7 +243,7 @@ def write_models(
         options: the options, with the sizes.
         save: writes a fresh draft for a target into a folder.
     """
-    # An attention head has 64 numbers, and four query heads share a key and value head. With this
+    # Attention heads have size 64, and four query heads share a key and value head. With this
     # initializer_range, outputs are about equally large for every hidden size, so that losses stay
     # comparable.
     config = LlamaConfig(

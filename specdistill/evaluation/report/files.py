@@ -233,7 +233,7 @@ def _build_adapter() -> TypeAdapter[ReportDocument]:
 def validate_report(report: object, name: str = "report.json", key: str = "report") -> None:
     """Raise UserError if a report does not fit the schema; the error names the first wrong field.
 
-    pydantic's message about the field is cut, because it may repeat a whole part of the report.
+    The message of pydantic about the field is cut after 200 characters.
 
     Args:
         report: the content of a report.json.
