@@ -339,5 +339,5 @@ def test_recipes_share_data_and_say_so_where_they_do_not() -> None:
     }
     smollm2_methods.check_same_data(recipes)
     recipes["mtp"] = load_recipe(Recipe, ["recipe=smollm2/mtp", "data.max_length=64"])
-    with refused("data.max_length", "64 in smollm2/mtp and 384 in smollm2/eagle3"):
+    with refused("data.max_length", "64 in recipe smollm2/mtp and 384 in recipe smollm2/eagle3"):
         smollm2_methods.check_same_data(recipes)

@@ -425,7 +425,7 @@ def _describe_needs(row: PlanRow, target: TargetFacts, start: str | None) -> str
     )
     shared = f"; target.shard=layers{refused}" if launch.is_sharded else ""
     served = (
-        "; a vLLM server generates the training data first, and must be stopped before training"
+        "; a vLLM server generates the data first: stop it before training"
         if start and start.startswith("vllm")
         else ""
     )

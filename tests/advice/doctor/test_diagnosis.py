@@ -486,4 +486,4 @@ def test_a_tokenizer_with_more_tokens_than_the_target_is_refused(
     assert (
         main(["doctor", f"draft={draft}", f"target={tmp_path / 'target'}", f"suite={suite}"]) == 2
     )
-    assert "target: got 'def' in prompt 1, token" in capsys.readouterr().err
+    assert "target: got a tokenizer whose token 'def' in prompt 1" in capsys.readouterr().err

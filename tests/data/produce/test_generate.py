@@ -143,7 +143,7 @@ def test_long_conversations_are_cut_and_stay_on_one_side(
             numbered(5),
             {"regenerate": replace(GENERATED, prompt_tokens=30)},
             "data.max_length",
-            "32, which no prompt",
+            "32, which is too short for every prompt",
         ),
     ],
 )
@@ -392,7 +392,7 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
     ):
         merge.merge(job)
     shutil.copy(job.blocks / "block-00002.arrow", job.blocks / "block-00000.arrow")
-    with refused("data.shard", holds=f"block 2 of the plan {job.plan}"):
+    with refused("data.shard", holds=f"block 2 of the generation plan {job.plan}"):
         merge.merge(job)
     assert not (job.folder / MANIFEST).exists()
 

@@ -203,7 +203,7 @@ def test_when_no_server_answers_what_was_generated_is_kept(
         running(Behaviour(fault=lambda number, body: 500 if number >= 19 else None)) as made,
         pytest.raises(
             ResourceError,
-            match=r"no server answers any more \(http://.*: 500 .*\); start them again",
+            match=r"no server answers any more \(http://.*: 500 .*\); start the servers again",
         ),
     ):
         answered(tmp_path, server(made))
