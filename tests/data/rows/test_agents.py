@@ -275,7 +275,7 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}</s>{% endfor
         (TEMPLATES["hermes"], {"messages": [USER, thinking(ANSWER)]},
             "reasoning which the chat template ignores"),
         (TEMPLATES["hermes"], {"messages": [SYSTEM, DEVELOPER, USER, ANSWER]},
-            "messages of the system, e.g. number 1, with a chat"),
+            "messages of the system, e.g. number 1, which the chat template ignores"),
         (TEMPLATES["harmony"],
             {"messages": [USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2}], "tools": [SCHEMA]},
                 "turns user"),
