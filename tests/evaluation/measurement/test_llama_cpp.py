@@ -160,7 +160,7 @@ def test_what_llama_cpp_cannot_do_is_refused(key, lone, arguments, files, tmp_pa
     if arguments == ["eval.llama_cpp.model=null"]:
         assert f"convert_hf_to_gguf.py {PICO}" in error
     if key == "eval.lookup_first.min":
-        assert "expected 2, as eval.lookup_first.max" in error
+        assert "expected 2, the value of eval.lookup_first.max" in error
 
 
 def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
