@@ -279,7 +279,7 @@ def test_a_prompt_with_a_token_that_the_target_does_not_know_is_refused(tmp_path
     tokenizer = tiny_tokenizer()
     num_known = len(tokenizer)
     tokenizer.add_tokens([" "])
-    with refused("target.model", f"' ' in prompt 1 has the id {num_known}"):
+    with refused("target.model", f"a tokenizer whose token ' ' in prompt 1 has the id {num_known}"):
         prompts(path, tokenizer, vocab_size=num_known)
     assert len(prompts(path, tokenizer, vocab_size=num_known + 1)) == 1
 
