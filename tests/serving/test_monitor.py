@@ -308,7 +308,7 @@ def without(name):
         (repeat(RECORDED.replace(" 601.0", " NaN")), "num_drafts_total went from"),
         (
             repeat(RECORDED.replace('"0"} 377.0', '"0"} 9377.0')),
-            "accepted 9994 of 2404 draft tokens",
+            "9994 of only 2404 draft tokens were accepted",
         ),
     ],
 )
