@@ -45,7 +45,7 @@ WRONG = [
     (TRAIN, "target={unsupported}", "target", "RMS norms"),
     (TRAIN, "target={folder}/nowhere", "target", "is no folder"),
     (TRAIN, "suite={ask}", "suite", "chat template"),
-    (TRAIN, "suite={text} eval.max_new_tokens=5000", "suite", "5000 to generate"),
+    (TRAIN, "suite={text} eval.max_new_tokens=5000", "suite", "5000 tokens to generate"),
     (
         TRAIN,
         "selection.suite={ask} train.metric_for_best_model=decoded_acceptance_length",
@@ -68,10 +68,10 @@ WRONG = [
     (EVAL, "eval.sweep.batch_size=[1,64]", "eval.batch_size", "64 for 8 prompts"),
     (MAKE, "data.source={column}", "data.source", "with columns q"),
     (MAKE, "target={unsupported}", "target", "RMS norms"),
-    (EVAL, "suite={column}", "suite", "one of prompt"),
+    (EVAL, "suite={column}", "suite", "one of the columns prompt"),
     (EVAL, "suite={chat}", "suite", "chat template"),
     (EVAL, "method=eagle3 draft={folder}/nowhere", "draft", "is no folder"),
-    (COMPARE, "suite={column}", "suite", "one of prompt"),
+    (COMPARE, "suite={column}", "suite", "one of the columns prompt"),
     (COMPARE, "suite={chat}", "suite", "chat template"),
 ]
 
