@@ -474,7 +474,7 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     # path of a section that holds the number.
     if value is None:
         for missing_path, reason in report["not_measured"].items():
-            if rule.metric.startswith(missing_path):
+            if f"{rule.metric}.".startswith(f"{missing_path}."):
                 return Estimate(reason=reason)
         return Estimate(reason="it was not measured")
 

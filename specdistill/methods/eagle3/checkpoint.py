@@ -159,6 +159,7 @@ def _rename_tensors(tensors: Mapping[str, Tensor], name: Path | str, key: str) -
         UserError: if a file has a tensor twice, by an old and a new name.
     """
     head_tensors: dict[str, Tensor] = {}
+    file_names: dict[str, str] = {}
     for file_name, tensor in tensors.items():
         draft_name = file_name
         for file_part, part in RENAMED_PARTS.items():
@@ -166,10 +167,11 @@ def _rename_tensors(tensors: Mapping[str, Tensor], name: Path | str, key: str) -
         if draft_name in head_tensors:
             raise UserError(
                 key,
-                got=f"{name} with {file_name} and {draft_name}, two names of one tensor",
+                got=f"{name} with {file_names[draft_name]} and {file_name}, names of one tensor",
                 expected="only one of the two names",
             )
         head_tensors[draft_name] = tensor
+        file_names[draft_name] = file_name
     return head_tensors
 
 

@@ -108,6 +108,9 @@ def test_absent_evidence_fails_and_says_why(evidence):
         assert result["reason"].startswith("no evidence: ")
     untold = changed(without(evidence, "theory"), ("not_measured", "theory"), "nothing was drafted")
     assert judged(untold, Rule("theory.v", "max", 9.0))["reason"].endswith("nothing was drafted")
+    # A section whose name only begins alike has another reason.
+    other = changed(without(evidence, "theory"), ("not_measured", "the"), "nothing was drafted")
+    assert judged(other, Rule("theory.v", "max", 9.0))["reason"].endswith("it was not measured")
 
 
 def test_a_number_without_the_interval_it_should_have_is_no_evidence():

@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3, write_eagle3_config
+from specdistill.methods.eagle3.checkpoint import (
+    check_eagle3,
+    load_eagle3,
+    save_eagle3,
+    write_eagle3_config,
+)
 from specdistill.methods.eagle3.module import build_eagle3, check_aux_layers
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal
@@ -31,6 +36,17 @@ def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Pat
     assert shapes == layouts.eagle3("midlayer.") | {
         f"fc_norm.{index}.weight": (64,) for index in range(3)
     }
+
+
+@pytest.mark.parametrize("names", [["midlayer.", "layers.0."], ["layers.0.", "midlayer."]])
+def test_a_tensor_under_two_names_is_refused_by_both(
+    target: FrozenTarget, tmp_path: Path, names: list[str]
+) -> None:
+    save_eagle3(build_eagle3(target), tmp_path)
+    first, second = (f"{name}hidden_norm.weight" for name in names)
+    tensors = {first: torch.ones(64), second: torch.ones(64)}
+    with refused("draft", holds=f"with {first} and {second}"):
+        check_eagle3(tmp_path, tensors, None, key="draft", name="somebody's head")
 
 
 def test_d2t_is_an_offset_and_t2d_a_mask(target: FrozenTarget, tmp_path: Path) -> None:
