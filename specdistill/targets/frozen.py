@@ -89,7 +89,7 @@ class Features:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All hidden states [B, T, D]: those of the auxiliary layers, then the last ones.
+        """The hidden states [B, T, D]: those of the auxiliary layers, then the last ones.
 
         A feature store keeps them in this order, in one tensor [B, A + 1, T, D].
         """
