@@ -153,7 +153,7 @@ def main(options: Options) -> ExitCode:
     ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
     by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
 
-    # Write the tables. docs/methods.md gets all results. The README gets only those of chains,
+    # Write the tables. docs/methods.md gets all results, docs/results.md only those of chains,
     # for one request at a time.
     sections = [
         describe_measurement(by_minutes),
