@@ -153,8 +153,8 @@ def main(options: Options) -> ExitCode:
     ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
     by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
 
-    # Write the tables. docs/methods.md gets all results. The README gets only those of chains,
-    # for one request at a time.
+    # Write the tables. docs/methods.md gets all results. docs/results.md gets only those of
+    # chains, for one request at a time.
     sections = [
         describe_measurement(by_minutes),
         format_methods_table(by_minutes),
@@ -406,7 +406,6 @@ def format_simulated_table(drafts: Sequence[str]) -> str:
     Args:
         drafts: the folders of the drafts.
     """
-    # A line for each evaluation in the training history of each draft.
     lines = []
     for draft in drafts:
         for entry in load_history(draft).log:
