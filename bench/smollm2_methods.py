@@ -15,7 +15,8 @@ feed their states back train as many steps of the unroll as they draft.
 The drafts, n-gram lookup and suffix lookup are measured greedily and at temperature 1, one request
 and several at a time. Each draft is also measured as a tree and behind n-gram lookup. A round never
 verifies more than K draft tokens. There is a comparison for each way of measuring in
-runs/smollm2/methods, and the tables of docs/methods.md and docs/results.md show the results.
+runs/smollm2/methods/minutes, and the tables of docs/methods.md and docs/results.md show the
+results.
 """
 
 import sys
