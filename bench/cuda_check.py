@@ -306,7 +306,7 @@ def expand_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 def enable_autocast() -> Iterator[None]:
     """Turn on bfloat16 autocast for CUDA, as `train.bf16=true` does.
 
-    The two settings are made directly, because `torch.autocast("cuda")` refuses to work on a
+    The two settings are made directly, because `torch.autocast("cuda")` turns itself off on a
     machine without a GPU.
     """
     torch.set_autocast_enabled("cuda", True)

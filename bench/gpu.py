@@ -1,6 +1,6 @@
 """Measure on a GPU: ceilings, tests, training and decoding of an 8B target, and a gated draft.
 
-    make gpu  # all parts, each ended at its own time limit
+    make gpu  # all parts
     make gpu ARGS="short=true"  # the parts that matter most, on one GPU, within nine minutes
     make gpu ARGS="parts=[train,decoding]"  # some of them, added to what is already in the JSON
     python -m bench.gpu small=true  # tiny shapes, on a CPU: does it run?

@@ -536,8 +536,8 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
 def measure_compiled_decoding(shape: Shape) -> Iterator[Piece]:
     """Yield the times of a decoding round of a compiled target, without a draft and with a chain.
 
-    Compiling takes most of the time of this part, so the shortest prompt, which is the first one,
-    is left out. If there is only one prompt, it is measured.
+    To save time, the shortest prompt, which is the first one, is left out. If there is only one
+    prompt, it is measured.
     """
     target = shape.target
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))

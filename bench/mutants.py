@@ -45,8 +45,8 @@ LIBRARIES = (
     "scipy.stats",
 )
 
-# Seconds after which a test counts as hanging. The slowest quick test takes two seconds on a quiet
-# machine, and many run side by side here.
+# Seconds after which a test counts as hanging. Many tests run side by side here, so each may take
+# much longer than alone.
 TEST_TIMEOUT_S = 120
 
 
@@ -120,7 +120,6 @@ def copy_tree(tree: Path) -> Iterator[Path]:
 
     It has the files that git tracks, and new ones that git does not ignore.
     """
-    # List tracked files, and new ones that git does not ignore.
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as folder:

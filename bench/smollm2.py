@@ -535,7 +535,7 @@ def select_shape(
         rows: the results of each shape in `tried_shapes`, from its report.
     """
     # Shapes within 2 % of the best speedup count as equally fast. Among these the acceptance length
-    # decides, because it is measured more precisely than time.
+    # decides, because greedy decoding gives the same one in each run, unlike time.
     rows_of_group = [
         (row, shape) for row, shape in zip(rows, tried_shapes, strict=True) if shape in group
     ]

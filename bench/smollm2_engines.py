@@ -262,7 +262,6 @@ def measure_in_engine(
         The results in the report, such as acceptance length and tokens per second, together with
         `draft`, the name of the draft, and `engine`, the engine's name, version and dtype.
     """
-    # Run one measurement in the engine, and read its report.
     folder = OUTPUT / draft.folder.parent.name / f"{engine}{'-lookup' if draft.lookup else ''}"
     lookup = [f"eval.lookup_first={json.dumps(draft.lookup.described)}"] if draft.lookup else []
     run_specdistill(

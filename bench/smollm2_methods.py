@@ -15,7 +15,8 @@ feed their states back train as many steps of the unroll as they draft.
 The drafts, n-gram lookup and suffix lookup are measured greedily and at temperature 1, one request
 and several at a time. Each draft is also measured as a tree and behind n-gram lookup. A round never
 verifies more than K draft tokens. There is a comparison for each way of measuring in
-runs/smollm2/methods, and the tables of docs/methods.md and docs/results.md show the results.
+runs/smollm2/methods/minutes, and the tables of docs/methods.md and docs/results.md show the
+results.
 """
 
 import sys
@@ -153,8 +154,8 @@ def main(options: Options) -> ExitCode:
     ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
     by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
 
-    # Write the tables. docs/methods.md gets all results, docs/results.md only those of chains,
-    # for one request at a time.
+    # Write the tables. docs/methods.md gets all results. docs/results.md gets only those of
+    # chains, for one request at a time.
     sections = [
         describe_measurement(by_minutes),
         format_methods_table(by_minutes),
@@ -406,7 +407,6 @@ def format_simulated_table(drafts: Sequence[str]) -> str:
     Args:
         drafts: the folders of the drafts.
     """
-    # A line for each evaluation in the training history of each draft.
     lines = []
     for draft in drafts:
         for entry in load_history(draft).log:

@@ -123,7 +123,7 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
     """Raise UserError if vLLM was started with options under which a lookup does not work.
 
     With such options, tokens could not be looked up, or vLLM would verify looked-up tokens with the
-    probabilities of the draft's tokens. The module's docstring gives the reason for each option.
+    probabilities of the draft's tokens. The module's docstring gives reasons.
 
     Args:
         vllm_config: the configuration with which vLLM was started.

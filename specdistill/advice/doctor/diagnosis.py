@@ -64,16 +64,16 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 LAYER = re.compile(r".*\blayers\.\d+\.")  # the prefix of a name within a layer
-# Weights of trained drafts stay far below this. A larger one is a sign that training diverged.
+# A larger weight is taken for a sign that training diverged.
 MAX_TRAINED_WEIGHT = 1000.0
-# A draft is no better than chance if a smaller share of its first draft tokens is accepted. Even a
-# draft that only knows the most frequent tokens is sometimes right.
+# A draft counts as no better than chance if a smaller share of its first draft tokens is accepted.
+# A larger share would also report drafts that are merely weak.
 NO_BETTER_THAN_CHANCE = 0.05
 # Acceptance is far below that of training if it is less than this share of the draft tokens that
 # were accepted then. A larger share would also report drafts that merely meet other text here.
 LOW_ACCEPTANCE_SHARE = 0.6
-# A repair counts if the divergence falls by more than this share. A smaller fall changes nothing in
-# decoding, however certain it is.
+# A repair counts if the divergence falls by more than this share. A smaller share would also name
+# settings that hardly matter, if their effect is certain.
 MIN_DIVERGENCE_DROP = 0.02
 CONFIDENCE = 0.95  # the confidence level over all causes that are tried together
 # The parts that the completion of a single prompt is cut into. They are used in place of prompts.

@@ -71,7 +71,7 @@ TRAFFIC_SHARE = 0.8
 # Operations that read as much of a table as they return.
 LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 
-# Total size of the timed matrices, which is more than the cache of most CPUs. A server with more
+# Total size of the timed matrices, so that they do not fit into the CPU's cache. A CPU with more
 # cache looks faster than it is.
 BANK_BYTES = 128 * 2**20
 
@@ -385,7 +385,7 @@ def can_hold_target(num_parameters: int) -> bool:
 def find_matrix_sizes(target: ModelConfigInfo) -> tuple[int, int]:
     """Return the sizes of a weight matrix in a target's MLP: hidden size and intermediate size."""
     width = target.text.hidden_size
-    # Some configs do not name the intermediate size. It is usually four times the hidden size.
+    # If the config does not name the intermediate size, four times the hidden size is assumed.
     return width, getattr(target.text, "intermediate_size", None) or 4 * width
 
 
@@ -394,8 +394,6 @@ def measure_machine(
     width: int, inner_width: int, num_parameters: int, training_dtype: torch.dtype = torch.float32
 ) -> Machine:
     """Measure how fast this machine's CPU multiplies matrices of a target's size.
-
-    This takes a second or two.
 
     Args:
         width: columns of a weight matrix of the target, such as one in its MLP.

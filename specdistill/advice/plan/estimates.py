@@ -693,8 +693,7 @@ def _choose_launch(
     Returns:
         The first configuration whose memory fits; None if none fits.
     """
-    # Try few devices before many, and plain data parallelism (ddp) before ZeRO stage 2, which needs
-    # more communication.
+    # Try few devices before many, and plain data parallelism (ddp) before ZeRO stage 2.
     for num_processes in (1, 2, 4, 8):
         if num_processes > most:
             break

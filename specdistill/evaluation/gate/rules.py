@@ -11,7 +11,7 @@ Each rule has:
   0.95. With 0 the number itself is compared, whatever its interval.
 - optionally `severity: warn`: the rule is then a warning, which is reported and does not decide.
 
-For example, `{metric: speedup, min: 1.0}` asks that the whole interval of the speedup is above 1.
+For example, `{metric: speedup, min: 1.0}` asks that no part of the speedup's interval is below 1.
 """
 
 import math

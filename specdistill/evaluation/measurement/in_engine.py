@@ -108,7 +108,7 @@ MODEL = "eval.llama_cpp.model"
 DRAFT = "eval.llama_cpp.model_draft"
 TOKENS = "tokenizer.ggml.tokens"  # key in the metadata of a GGUF file
 # The largest share of the vocabulary that a GGUF file may spell in another way than the tokenizer.
-# A converter spells a few tokens differently; another model's vocabulary differs in far more.
+# A smaller share would refuse files whose converter spells a few tokens differently.
 MAX_RESPELLED_SHARE = 0.01
 # Further reasons, for servers that were not started here.
 RUNNING_SERVER_REASONS = {

@@ -596,8 +596,8 @@ def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
         return 0.0
 
     # Take the draft's distribution q [V]. Tokens of greedy drafting are certain, so q is 1 at each
-    # of them. Otherwise q is the distribution from which the first of the tokens was drawn. Its
-    # siblings in a tree are ignored, because the first one decides most rounds.
+    # of them. Otherwise q is the distribution from which the first of the tokens was drawn. For
+    # a tree this is an approximation, because it ignores the siblings of this token.
     if proposal.probabilities is None:
         tokens = [proposal.tokens[node] for node in candidates]
         q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)

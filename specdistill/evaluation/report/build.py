@@ -112,8 +112,8 @@ def build_report(
         git_revision: the revision of the code; None outside of a git checkout.
         engine: the name and version of the program that decoded; None for this package.
         incomplete: why the measurement was cut short; None if it was not.
-        sections: the sections target, draft, hardware, software, settings, results, context and
-            lossless of the report.
+        sections: the sections target, draft, hardware, software, settings, results, context,
+            lossless and measurement of the report.
     """
     # Collect the reason for each part that is absent.
     absence_reasons = {
@@ -403,7 +403,7 @@ def is_looping(record: PromptRecord) -> bool:
 
     This is so if the last 48 tokens repeat with a period of at most 16 tokens.
     """
-    # 48 tokens are three periods of the longest loop, so ordinary lists rarely count as loops. The
+    # 48 tokens are three periods of the longest loop. Fewer would also find loops in lists. The
     # text has a period of n tokens if it equals itself shifted by n tokens.
     tail = record.token_ids[-48:]
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))

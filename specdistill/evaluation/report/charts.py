@@ -46,7 +46,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Return the position of a value on the axis, in pixels with one decimal."""
+        """Return the position of a value on the axis, with one decimal."""
         return round(
             self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1
         )

@@ -149,8 +149,8 @@ def stage_files(folder: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
             yield Path(name)
 
-            # Move the JSON files first, because the pages are rendered from them. If this is
-            # interrupted, no page is newer than its data.
+            # Move report.json or comparison.json first. If this is interrupted, no page is newer
+            # than this document.
             for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
                 os.replace(path, folder / path.name)
     except OSError as error:

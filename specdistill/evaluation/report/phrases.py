@@ -15,8 +15,8 @@ Report = dict[str, Any]  # as `ReportDocument` describes it
 ResultRow = Mapping[str, Any]  # a row of a report's results: numbers by the names of metrics
 Settings = Mapping[str, Any]  # the settings of a report
 DEFAULT_CONFIDENCE = 0.95  # the confidence of a rule that states none
-# The highest estimate of needed prompts that is written as a number. Nobody measures more prompts
-# than that, so "more than 10,000" says enough.
+# The highest estimate of needed prompts that is written as a number. Above it, "more than 10,000"
+# says enough.
 MAX_ESTIMATED_PROMPTS = 10_000
 
 

@@ -5,10 +5,11 @@ by what they are spent on: the prefill and, in each round, the draft, the step o
 rest. They are shown with and without the draft.
 
 The best draft length is found for each load that a sweep measured. It is a measured K, or one that
-only the cost model knows. The model's speedup (`theory.speedup_curve`) is goodput(K) divided by
-that of plain decoding. goodput(K) is the number of tokens that a round emits in its first K + 1
-positions, over T_verify(K + 1) + T_draft(K). The model leaves out the prefill and the loop. So at
-each load its speedup is scaled by the measured K's ratio of measured to predicted speedup.
+only the cost model knows. The model's speedup (`theory.compute_speedup_curve`) is goodput(K)
+divided by that of plain decoding. goodput(K) is the number of tokens that a round emits in its
+first K + 1 positions, over T_verify(K + 1) + T_draft(K). The model leaves out the prefill and the
+loop. So at each load its speedup is scaled by the measured K's ratio of measured to predicted
+speedup.
 """
 
 import math

@@ -86,7 +86,7 @@ def compute_deviation_from_rising(timed: Sequence[RoundCost]) -> float:
 
     A pass over more tokens has more to do, so verification times should rise with K. The rising
     curve that is closest to the times is fitted by isotonic regression. A large deviation comes
-    from noise, or from GPU kernels that are faster for some numbers of rows. Then the time at one K
+    from noise, or from kernels that are faster for some numbers of rows. Then the time at one K
     says little about the time at the next K.
 
     Args:

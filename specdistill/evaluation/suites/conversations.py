@@ -8,7 +8,7 @@ ShareGPT's {from, value} with function calls, FastChat's lists of what a user as
 of the messages before each answer.
 
 Chat templates differ in the name that they use for the reasoning, and in whether the arguments of a
-call are an object or its JSON text. `render` finds out by trying. `check_expressed` refuses a
+call are an object or its JSON text. `render_chat` finds out by trying. `check_expressed` refuses a
 conversation if the template ignores a part of it: its text is then the same without that part.
 """
 
@@ -268,7 +268,7 @@ def _check_unread_content(turn: Message, has_reasoning: bool, where: str) -> Non
     # reasoning itself was found as text, under one of the names in REASONING.
     if not has_reasoning:
         unread_names.append("reasoning_details")
-    # gpt-oss writes its answers to the user in the channel `final`. Other channels are ignored.
+    # gpt-oss writes its answers to the user in the channel `final`. Turns in others are refused.
     if turn.get("channel") != "final":
         unread_names.append("channel")
     for name in unread_names:

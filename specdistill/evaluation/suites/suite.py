@@ -66,8 +66,8 @@ REMOTE = ("https://", "http://", "hf://")
 # How many prompts of a file that is no suite are measured by default. They are enough to know an
 # acceptance length to a few percent.
 FILE_PROMPTS = 200
-# How many tokens of a `text` row are the prompt. It is short, so that nearly every text is long
-# enough, and gives the target something to continue.
+# How many tokens of a `text` row are the prompt, which the target continues. A longer prompt leaves
+# less context for the completion.
 TEXT_PROMPT_TOKENS = 32
 
 T = TypeVar("T")

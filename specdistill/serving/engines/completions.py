@@ -19,7 +19,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # requests. A smaller number would give up a good server if the first prompts are too long.
 MAX_REFUSED_PROMPTS = 32
 # Seconds that a server may fail, without one answer in between, before the other servers continue
-# without it. It is long enough for a server to restart and load its weights.
+# without it. In this time a server may restart and load its weights.
 RETRY_TIMEOUT_S = 600.0
 # Seconds before a server that failed is asked again. The delay doubles with each failure.
 FIRST_DELAY = 0.5
@@ -78,7 +78,7 @@ class CompletionServer:
     """
 
     def __init__(self, address: str, timeout: float, states: Path | None = None) -> None:
-        # Users often give the address of OpenAI's API, which ends in /v1.
+        # The address of OpenAI's API, which ends in /v1, is accepted, too.
         address = address.rstrip("/").removesuffix("/v1")
         self.server = Server(
             address, key=KEY, timeout=timeout, timeout_key="data.regenerate.timeout"

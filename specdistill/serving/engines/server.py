@@ -22,9 +22,9 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from specdistill.common.documents import parse_json
 from specdistill.common.errors import ResourceError, UserError, join_lines
 
-CONNECT_SECONDS = 10.0  # how long a connection may take; a running server needs milliseconds
-# The largest answer, decoded. It protects the memory against an address that is no such server; a
-# long completion with all its counts is far smaller.
+CONNECT_SECONDS = 10.0  # how long a connection may take until the server counts as unreachable
+# The largest answer, decoded. The limit protects the memory against an address that is no such
+# server.
 MAX_ANSWER_MIB = 64
 SHOWN_CHARACTERS = 200  # how much of an answer an error shows
 SEE_LOG_HINT = "look at the server's log"
@@ -303,8 +303,8 @@ class Server:
 def _load_certificates() -> ssl.SSLContext:
     """Return the TLS certificates of this machine, to connect to https:// addresses.
 
-    The decorator `cache` keeps the result, which all servers share, because loading the
-    certificates takes about as long as a request.
+    The decorator `cache` keeps the result, which all servers share, so that the certificates are
+    loaded only once.
     """
     import httpx2
 

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"  # only this machine can reach the server
 HEALTH_SECONDS = 5.0  # the timeout of one request that asks whether the engine is ready
 # The most time until the engine is ready. Large weights take minutes to load, and engines compile.
 START_SECONDS = 3600.0
-# The time from SIGTERM to SIGKILL. Engines need some seconds to free GPU and shared memory.
+# The time from SIGTERM to SIGKILL, in which an engine may free GPU and shared memory.
 GRACE_SECONDS = 20.0
 # How much is shown of the log of an engine that failed.
 SHOWN_LINES = 30
