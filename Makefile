@@ -98,7 +98,7 @@ cuda-check: $(LOWEST)/.ready  ## count the kernels, bytes and waits of a GPU's t
 
 # Missing wheels are installed into a separate folder, so that the machine's Python does not change.
 PACKAGES := $(abspath runs/gpu-packages)
-gpu:  ## measure on a GPU, in half an hour, without a network; ARGS="short=true" for nine minutes
+gpu:  ## measure on a GPU, without a network; ARGS="short=true" for nine minutes
 	$(PYTHON) -m bench.gpu_wheels install $(PACKAGES)
 	PYTHONPATH="$(PACKAGES)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m bench.gpu $(ARGS)
 

@@ -928,7 +928,7 @@ def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> lis
 
 @torch.inference_mode()
 def _fit(
-    objective: Any, target: FrozenTarget, completion: Generation, part: int = 0, num_parts: int = 1
+    objective: Any, target: FrozenTarget, completion: Generation, part: int, num_parts: int
 ) -> Fit:
     """Measure how close a draft is to the target on a completion, or on a part of one.
 

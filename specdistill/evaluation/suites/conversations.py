@@ -49,7 +49,6 @@ ROLES = {
         ("tool", "observation", "function", "function_response", "tool_response"), "tool"
     ),
 }
-PLAIN_ROLES = tuple(dict.fromkeys(ROLES.values()))
 # The reasons why a row cannot be used. Skipped rows are counted by reason.
 MALFORMED = "malformed conversation"
 ROLE_ORDER = "order of turns"
