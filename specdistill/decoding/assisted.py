@@ -397,8 +397,8 @@ def extend_inputs(
 ) -> dict[str, Any]:
     """Extend the attention mask and position ids in `model_kwargs` by `num_tokens` new tokens.
 
-    The model's own method does this for one token, as in a step of `generate()`, and changes
-    `model_kwargs` in place.
+    The model's own method, which changes `model_kwargs` in place, is called once for each token, as
+    in the steps of `generate()`.
 
     Args:
         model: the target.

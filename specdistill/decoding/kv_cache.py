@@ -23,8 +23,8 @@ from specdistill.decoding.tree import TreePass
 from specdistill.targets.cache import MIN_SPARE_POSITIONS
 from specdistill.targets.packed_attention import attend_cached
 
-# Positions whose rotary angles are computed at first. Most prompts with their answers fit, and a
-# table for them takes some hundred kilobytes.
+# Positions whose rotary angles are computed at first. A larger number takes more memory, and with a
+# smaller one the tables of longer sequences are computed more than once.
 FIRST_SIZE = 512
 
 # Position ids [1, S] -> (cos, sin) [1, S, d]
@@ -138,8 +138,8 @@ class BatchKVCache(DynamicCache):
     def _advance(self, counts: Sequence[int]) -> None:
         """Add the numbers of new tokens to the rows' lengths, and set the size of the buffers.
 
-        `update` grows the buffers to that size. It includes a quarter more than needed, so that
-        they are not copied in every pass.
+        `update` grows the buffers to that size. It includes at least a quarter more than needed, so
+        that they are not copied in every pass.
         """
         self._num_held = max(self.lengths)
         self._end = self._num_held + max(counts)

@@ -39,8 +39,8 @@ from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, cap
 KEY = "eval.compile"
 # Positions. Larger sizes are powers of two, so that sequences of similar length share one graph.
 MIN_CACHE_SIZE = 256
-# torch runs a graph once eagerly and once to record it. The third pass replays the recording, and
-# is the one that is compared.
+# How often the check of a graph is run on CUDA. torch runs a new graph eagerly at first, and then
+# records it. Only later passes replay the recording, and such a pass is compared.
 NUM_WARM_UP_PASSES = 3
 # Token ids of the sequence that shows whether a reader computes what the target computes. After the
 # prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
@@ -283,7 +283,7 @@ class CompiledTarget:
 
         # Read a proposal of which only the root is kept, then another token after the root. In
         # plain decoding a pass has a single token, so the proposal is the root alone. On CUDA this
-        # is done three times, because only the third run replays the recorded graph.
+        # is repeated, so that the compared pass replays the recorded graph.
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):
                 self.begin([PROMPT])

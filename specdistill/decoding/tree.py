@@ -42,7 +42,7 @@ from specdistill.decoding.sampling import Generators, Random, Sampling, draw_tok
 from specdistill.recipe.sections import TreeConfig
 
 ROOT = -1  # the parent of the nodes of the first level
-# The most nodes of a tree. The mask grows with their square, and EAGLE-2 proposes 60.
+# The most nodes of a tree. The mask grows with their square.
 MAX_NODES = 1024
 
 # Computes the logits [B, T, W] after each node of a level, from the nodes' draft tokens [B, T] and

@@ -507,7 +507,7 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
         "num_layers": raw.get("num_hidden_layers", 1),
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        # Many configs state a window although none of their layers has one.
+        # A config may state a window although none of its layers has one.
         "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
     }
 

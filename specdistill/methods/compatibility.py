@@ -235,9 +235,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
         )
         return
 
-    # Warn if d2t probably holds target ids instead of offsets. Ids grow with every token. Offsets
-    # stay the same between two tokens with consecutive target ids, and such tokens occur in every
-    # usual draft vocabulary.
+    # Warn if d2t may hold target ids instead of offsets. Ids grow with every token. Offsets stay
+    # the same between two tokens with consecutive target ids.
     if shape.prunes_vocabulary and num_tokens > 1 and bool((d2t.diff() > 0).all()):
         yield warning(
             f"d2t grows with every token, so no two of the {num_tokens} draft tokens have"

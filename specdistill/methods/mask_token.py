@@ -127,7 +127,8 @@ def resolve_mask(
     if mask == tokenizer.eos_token_id or mask in end_ids:
         raise make_error(got=f"{name}, which ends a generation")
 
-    # A mask that occurs in the texts is refused only if another special token is free.
+    # A mask that occurs in the data is refused only if it is a special token and another token is
+    # free.
     if not counts or not counts[mask]:
         return mask
     reason = (

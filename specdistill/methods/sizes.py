@@ -338,8 +338,8 @@ class ModelConfigInfo:
             return frozenset()
 
         # compressed-tensors names the excluded modules under `ignore`, other formats under
-        # `modules_to_not_convert`. Embedding and head are never quantized. The name of a parameter
-        # begins with that of its module.
+        # `modules_to_not_convert`. Embedding and head count as not quantized. The name of a
+        # parameter begins with that of its module.
         kept_patterns = [
             *(self.quantization.get("modules_to_not_convert") or []),
             *(self.quantization.get("ignore") or []),

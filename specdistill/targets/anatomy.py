@@ -42,8 +42,7 @@ CLASS_ERRORS = (
     ValueError,
 )
 # Tokens of the sequence that `examine_model` runs, tokens of its prompt, and tokens that it crops
-# from the KV cache as a round would crop rejected ones. A few tokens are enough, because a class
-# that computes in another way does so at every position.
+# from the KV cache as a round would crop rejected ones.
 NUM_TOKENS = 12
 NUM_CACHED = 6
 NUM_REJECTED = 3
@@ -149,7 +148,7 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
             f"{name}, a {type(model).__name__}",
             "a causal language model that continues its KV cache",
         ):
-            # Take tokens from the middle of the vocabulary, which holds no special tokens.
+            # Take tokens from the middle of the vocabulary, away from special tokens at its ends.
             linear = model.get_output_embeddings()
             config = model.config.get_text_config(decoder=True)
             backbone = find_backbone(model)
@@ -169,8 +168,8 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
     """Return whether two tensors of hidden states [..., T, D] are equal up to rounding.
 
-    The tolerance for the relative difference is the square root of the dtype's rounding error.
-    Rounding adds up over layers, but a token that reads a wrong token differs by far more.
+    The tolerance for the relative difference is the square root of the dtype's rounding error,
+    because rounding adds up over layers.
 
     Args:
         together_TD: hidden states that were computed in one way, such as several documents at once.
@@ -261,7 +260,6 @@ def _find_parts(
         """Record the output of a part of the backbone."""
         outputs[part] = output
 
-    # Known numbers as the head's output reveal what the class computes from it.
     with ExitStack() as hooks:
         for part in {*backbone.children(), *(layers[0] for layers in lists)}:
             hooks.enter_context(part.register_forward_hook(record_output))

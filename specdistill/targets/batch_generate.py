@@ -149,7 +149,7 @@ def attend_by_group(
     Returns:
         The output [B, 1, heads, D], and None in place of attention weights.
     """
-    # `sdpa` is fast for prompts. It also supports the position bias that some classes add.
+    # Prompts go to `sdpa`, and so does the position bias that some classes add.
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(

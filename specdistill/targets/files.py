@@ -66,7 +66,7 @@ KINDS = {
     "num_hidden_layers": Annotated[int, Field(le=MAX_LAYERS)],
     "rope_theta": float,
 }
-# How the names of these two tensors end in the checkpoints of most classes.
+# How the names of these two tensors end in checkpoints.
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 NUM_SHOWN_HASH_DIGITS = 8  # hexadecimal digits of a hash that errors show
@@ -241,7 +241,7 @@ def read_config(
 def _build_missing_config_error(folder: Path, key: str, expected: str) -> UserError:
     """Return the error for a folder without config.json.
 
-    The path is often one level too high or too low. So the error shows what the folder holds, and
+    The path may be one level too high or too low. So the error shows what the folder holds, and
     suggests a subfolder that has a config.json.
     """
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

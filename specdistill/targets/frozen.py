@@ -51,8 +51,7 @@ from specdistill.targets.sharding import count_processes
 # process.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 # The most compiled graphs of one function, where torch's default is eight. There is one for each K
-# and size of a KV cache, and one for each step of an unroll, in training and in evaluation. This
-# leaves room for all of them.
+# and size of a KV cache, and one for each step of an unroll, in training and in evaluation.
 MAX_GRAPHS = 128
 # The numbers by which `build_tiny_target` divides widths, in the order in which they are tried. 24
 # and 12 are for sizes that have a factor of three. 1 keeps the sizes as they are.
@@ -583,7 +582,7 @@ def build_tiny_target(
                     .from_config(small_config, **options)
                     .num_parameters()
                 )
-            # The divisors that follow would make the model even larger.
+            # Smaller divisors would make the model even larger.
             if num_parameters > MAX_TINY_PARAMETERS:
                 break
 

@@ -59,7 +59,7 @@ GGUF = (
     "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a"
     " Llama (llama-quantize makes them), or the checkpoint that it was made from"
 )
-# The compute capability of Ada GPUs, the first ones with tensor cores for fp8.
+# The least compute capability for fp8: that of Ada GPUs.
 FP8_CAPABILITY = (8, 9)
 
 
@@ -424,7 +424,7 @@ def _build_disk_map(
 
     Returns:
         The device map, which names the place of each part. None for a class that converts its
-        weights when they are loaded, as most mixtures of experts do, because transformers would
+        weights when they are loaded, such as one that stacks experts, because transformers would
         write the converted weights to the disk.
     """
     # A class with converters stores its weights in another form than it computes with.
@@ -496,7 +496,7 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
         config = AutoConfig.from_pretrained(path, **options)
         _check_generates(config, key, files.name)
 
-        # Any of these three may declare end tokens, and chat models often declare some in only one.
+        # Any of these three may declare end tokens that the others do not declare.
         try:
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # A checkpoint may have no generation config.

@@ -32,8 +32,8 @@ LOGITS_COPIES = 3
 HIDDEN_COPIES = 8
 INTERMEDIATE_COPIES = 3
 
-# The vocabulary from which `map_large_tensors` acts. Below it the logits of a step are so small
-# that the holes in the heap do not matter.
+# The vocabulary from which `map_large_tensors` acts. Smaller logits leave smaller holes in the
+# heap, and mapping memory takes time at each step.
 LARGE_VOCABULARY = 2**16
 # glibc's mallopt option, the size in bytes from which `map_large_tensors` maps tensors one
 # by one, and the largest size that glibc would choose itself (DEFAULT_MMAP_THRESHOLD_MAX).

@@ -490,8 +490,8 @@ def _split_blocks(
 def _has_fused_kernel(like: Tensor) -> bool:
     """Return whether a fused kernel computes the attention of one document at a time: on a CPU.
 
-    On a GPU, 16-bit dtypes are computed by a kernel for all documents at once (`_has_one_kernel`),
-    and there is no fused kernel for other dtypes.
+    On a GPU, one kernel computes all documents at once if it can (`_has_one_kernel`). Otherwise no
+    fused kernel is used.
     """
     return like.is_cpu
 

@@ -246,7 +246,7 @@ def _check_combinations(fields: Mapping[str, Any]) -> None:
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
 
-    # torch.compile works neither with sharded weights nor with activation checkpointing.
+    # torch.compile is supported neither with sharded weights nor with activation checkpointing.
     if fields.get("torch_compile") and is_weight_sharded():
         raise UserError(
             "train.torch_compile",
@@ -468,8 +468,8 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
 def _check_trackers_and_schedule(arguments: Any) -> None:
     """Raise UserError for a tracker or a learning-rate schedule that the Trainer could not build.
 
-    The Trainer builds both only after the data is prepared, which may take hours. So this function
-    builds each of them once before, to report early what is not installed or lacks options.
+    The Trainer builds both only after the data is prepared. So this function builds each of them
+    once before, to report early what is not installed or lacks options.
     """
     # A tracker must be installed, and set up (for example, with an account).
     for tracker in arguments.report_to:

@@ -61,10 +61,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "sa
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 LOCK = ".lock"
-# Seconds to wait for a network file system to show a file of another machine. Most show it within
-# seconds; a longer wait would delay machines that share no folder.
+# Seconds to wait for a network file system to show a file of another machine. A longer wait would
+# delay machines that share no folder.
 VISIBILITY_WAIT_S = 10
-# Keys that name places on a machine. A run can be resumed with other places.
+# Keys that name places on a machine. They may differ between the machines of a run.
 PATH_KEYS = (
     "train.output_dir",
     "train.logging_dir",

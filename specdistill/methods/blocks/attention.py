@@ -86,8 +86,8 @@ class BlockKVCache:
         # Under autocast, float32 rotary tables widen queries and keys, so they are converted back.
         dtype = value_NGPd.dtype
         inputs = (query_NhPd.to(dtype), key_NGPd.to(dtype), value_NGPd, *self._context[layer])
-        # On a GPU one kernel call skips all pairs that the mask hides. A CPU has no such kernel, so
-        # the blocks attend in chunks.
+        # On a GPU one kernel call skips all pairs that the mask hides. That kernel has no backward
+        # pass on a CPU, so there the blocks attend in chunks.
         if query_NhPd.is_cuda:
             return self.attend_in_one_call(*inputs)
         return self.attend_in_chunks(*inputs)

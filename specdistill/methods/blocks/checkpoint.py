@@ -95,8 +95,8 @@ def check_block(
         name: what errors call the draft.
 
     Returns:
-        The config, and the tensors that are the draft's own: without copies of the target's tables,
-        and without maps of a vocabulary that is not pruned.
+        The config, and the draft's tensors without `t2d`, without `d2t` if the vocabulary is not
+        pruned, and if the target is given without copies of its tables.
 
     Raises:
         UserError: for tensors or sizes that do not fit, and for a mask token or layers that the

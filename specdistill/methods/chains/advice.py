@@ -100,8 +100,8 @@ def find_weight_causes(draft: DraftModule) -> Iterator[Repair]:
 def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repair]:
     """Yield a repair for each setting that should be the target's, but is not.
 
-    These are the rotary embedding and the size of attention heads. A draft is usually trained with
-    the target's values, so another value in the draft's config.json may be a mistake.
+    These are the rotary embedding and the size of attention heads. A fresh draft takes the target's
+    values (`plan_head_shape`), so another value in the draft's config.json may be a mistake.
     """
     config = draft.config
 

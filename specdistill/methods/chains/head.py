@@ -250,7 +250,7 @@ def _check_shape(head: nn.Module, settings: DraftSection) -> None:
             value = tuple(value)
         field = "draft_vocab_size" if name == "vocab_size" else name
         actual = getattr(head.config, field, None)
-        # A value that is the default is not compared, because most recipes do not state the key.
+        # A value that is the default is not compared, because the recipe need not have stated it.
         default = find_default(type(settings).model_fields[name])
         if value not in (default, actual):
             raise UserError(

@@ -166,7 +166,8 @@ class HeadProposer(FeatureProposer[Head]):
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
                 counts = [1] * len(counts)
-            # A round adds at most 1 + k tokens: k accepted ones and the target's own.
+            # A round adds at most 1 + k tokens: k accepted ones and the target's own. After rounds
+            # in which a lookup proposed, there may be more, which are read without a graph.
             logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW

@@ -65,7 +65,7 @@ class ExitLayer(nn.Module):
     def __init__(self, config: ExitConfig) -> None:
         """Create norm and MLP, and a gain of ones if the config says so."""
         super().__init__()
-        # 1e-6 is the usual epsilon of Llama's norms.
+        # 1e-6 is the default epsilon of transformers' LlamaConfig.
         self.exit_norm = RMSNorm(config.hidden_size, 1e-6)
         self.mlp = LlamaMLP(config)
         self.output_gain = nn.Parameter(torch.ones(config.hidden_size)) if config.has_gain else None

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.common.errors import UserError, name_sibling_key
 
-# How many differences an error names: three show their kind, and the message fits a terminal.
+# How many differences an error names. More of them would make the message longer, not clearer.
 MAX_NAMED_DIFFERENCES = 3
 
 

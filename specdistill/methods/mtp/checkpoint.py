@@ -656,7 +656,7 @@ def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Pat
         new_tensors = {
             name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file
         }
-        # transformers 4 refuses a file whose metadata does not name a format.
+        # transformers writes the same metadata into its own files.
         save_file(
             checkpoint.load(kept_names) | new_tensors, folder / file, metadata={"format": "pt"}
         )

@@ -105,6 +105,7 @@ class Naming:
 
         The file may hold experts one by one or all in one tensor.
         """
+        # Invert the table of names. Names that it does not hold are those of the decoder layer.
         draft_names = {file_name: name for name, file_name in self.names.items()}
         file_tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         return merge_experts(
@@ -117,7 +118,6 @@ class Naming:
 
 # The draft's names, each with what follows the prefix in qwen3_next and in deepseek_v3.
 NAMES = {
-    # Invert the table of names. Names that it does not hold are those of the decoder layer.
     "fc.weight": ("fc.weight", "eh_proj.weight"),
     "token_norm.weight": ("pre_fc_norm_embedding.weight", "enorm.weight"),
     "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),

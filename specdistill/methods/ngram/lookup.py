@@ -95,8 +95,8 @@ class NgramLookup:
         if self.rule == "vllm":
             return text[start : start + k]
 
-        # llama.cpp's rule never drafts the last token of the text. It drafts only if at least `max`
-        # tokens follow the match, and if the text has more than max + k + 2 tokens.
+        # llama.cpp's rule never drafts the last token of the text. It drafts only if the draft has
+        # at least `max` tokens, and if the text has more than max + k + 2 tokens.
         if self.rule == "llama.cpp":
             continuation = text[start : min(start + k, len(text) - 1)]
             is_long_enough = len(continuation) >= self.max and len(text) > self.max + k + 2
