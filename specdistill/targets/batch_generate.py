@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -369,7 +370,11 @@ def _generate_part(
     generator = torch.Generator(device).manual_seed(seed)
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
     generated = torch.full((num_rows, max_new_tokens), -1, device=device)
-    ids = _pad_left(prompts, device)
+
+    # Pad the prompts on the left, so that the new tokens of all rows are in the same cache slots.
+    ids = pad_sequence(
+        [torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_side="left"
+    ).to(device)
     length = ids.shape[1]
 
     # State of each unfinished row: its number, whether it has ended, its temperature, the number of
@@ -424,16 +429,6 @@ def _generate_part(
         positions = num_seen + step
         length += 1
     return _cut_after_end(generated, ends)
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return B prompts as one tensor [B, P], padded on the left with token 0 to the longest, P.
-
-    With the padding on the left, all rows get their new tokens in the same slots of the KV cache.
-    """
-    longest = max(map(len, prompts))
-    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    return torch.tensor(rows, device=device)
 
 
 def _create_growing_cache(model: PreTrainedModel) -> DynamicCache:
