@@ -212,7 +212,7 @@ def silence_datasets() -> Iterator[None]:
 def read_array(rows: Dataset, column: str) -> NDArray[np.integer]:
     """Read a column of numbers as a numpy array.
 
-    Reading the column item by item would take a hundred times as long.
+    Reading the column item by item is much slower.
     """
     return np.asarray(rows.with_format("numpy")[column][:])
 
