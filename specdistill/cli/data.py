@@ -105,7 +105,7 @@ def show(arguments: list[str]) -> int:
     from specdistill.data.rows.show import decode_documents, measure_lengths, print_data
     from specdistill.workflows.make_data import open_or_make_rows
 
-    # Print the counts, and the first documents as text.
+    # Print the counts, and some documents as text.
     job, rows, manifest = open_or_make_rows(recipe)
     document_lengths = measure_lengths(rows)
     documents = decode_documents(rows, document_lengths, options.documents, job.target.tokenizer)
@@ -177,8 +177,7 @@ def check_named_files(recipe: TrainedRecipe) -> None:
 def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:
     """Make all shards of a row set as tasks of a Ray cluster.
 
-    The files that the recipe names are not checked first, because the nodes of the cluster may see
-    other files than this machine.
+    This machine reads the sources before the nodes do, so it must see the same files.
 
     Args:
         options: the number of shards, and the resources of each.

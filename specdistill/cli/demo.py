@@ -46,8 +46,8 @@ def demo(arguments: list[str]) -> int:
         code = subprocess.run(
             [sys.executable, "-m", "specdistill", *command], check=False
         ).returncode
-        # A negative code is the number of the signal that ended the process, mostly SIGKILL when
-        # memory runs out.
+        # A negative code is the number of the signal that ended the process, for example SIGKILL
+        # when memory runs out.
         if code < 0:
             raise ResourceError(
                 f"specdistill {verb} was killed by signal {-code}",

@@ -1,7 +1,8 @@
 """Create, lock and check the folders that commands write.
 
 Only one process at a time writes a folder. The folder appears under its name when it is complete,
-or not at all. A folder that specdistill did not make is never replaced.
+or not at all. A folder of the user is not emptied: `empty_output_folder` looks for a mark in it,
+and a caller of `create_folder` with `replaces` checks what is in it.
 """
 
 import fcntl
@@ -36,8 +37,6 @@ def _release_inherited_locks() -> None:
     _HELD.clear()
 
 
-# A lock made with flock lasts until every copy of its descriptor is closed, and fork copies
-# descriptors. Without this, a worker that outlives its killed parent would keep the lock.
 os.register_at_fork(after_in_child=_release_inherited_locks)
 
 
@@ -101,7 +100,8 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
 
     Args:
         output: the folder.
-        replaces: whether `output` may exist already. If it does, its old content is removed.
+        replaces: whether `output` may exist already. If it does, its old content is removed,
+            whoever wrote it.
         key: the key that errors of writing name.
 
     Yields:

@@ -2,7 +2,7 @@
 
 These functions are for the time before the first training step. In a step, a collective of
 torch.distributed gives up on a late process after `train.ddp_timeout`, that is after minutes.
-Preparing data takes hours. So processes that prepare wait for each other in a separate process
+Preparing data may take hours. So processes that prepare wait for each other in a separate process
 group over gloo with a longer timeout. Its connections fail at once when a process ends.
 """
 
@@ -66,8 +66,7 @@ def leave_process_group() -> None:
     The threads of gloo may still hold tensors of the last collectives. If a thread frees a tensor
     while the interpreter shuts down, the process aborts, although its work is done
     (pytorch/pytorch issue 190489). torch does not say when the tensors are freed, so this function
-    waits a fixed time, GLOO_SECONDS. Processes on GPUs do not wait, because their collectives use
-    NCCL.
+    waits a fixed time, GLOO_SECONDS. Processes on GPUs, which train with NCCL, do not wait.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

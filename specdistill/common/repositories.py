@@ -17,8 +17,9 @@ from specdistill.common.project import PICO
 
 # What to do if the Hub could not be reached. `_make_fetch_error` also tells this case by it.
 NO_NETWORK = "check the network, or name a folder"
-# The base class of all errors of the HTTP client. huggingface_hub 1.0 changed its client from
-# requests to httpx, so the class is taken from the error of huggingface_hub that inherits from it.
+# The base class of the errors of the HTTP client. The client depends on the version of
+# huggingface_hub (requests, httpx or httpx2), so the class is taken from the error of
+# huggingface_hub that inherits from it.
 HTTP_ERROR: type[BaseException] = errors.HfHubHTTPError.__bases__[0]
 
 

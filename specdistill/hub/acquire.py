@@ -59,7 +59,7 @@ from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 
 # Files that are fetched at once, before it is known whether the draft fits.
 SMALL_FILES = ("config.json", "generation_config.json", INDEX, CARD)
-# Files of weights that are never opened, because unpickling may run code.
+# Files of weights that are not opened here, because unpickling may run code.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # The files of a language model next to its weights.
 MODEL = (*SMALL_FILES, *TOKENIZER, "*processor_config.json")

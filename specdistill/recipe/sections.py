@@ -485,7 +485,8 @@ class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
     method: Literal["ngram", "suffix"] = option("ngram", "method of the lookup")
-    # In front of a draft, a match of one token is too weak to be better than the draft.
+    # With a smaller `min` the lookup proposes more often in place of the draft, but after matches
+    # that say less.
     min: int = option(2, "fewest tokens that must match", ge=1)
     max: int = option(5, "most tokens that are matched", ge=1)
     draft_tokens: int = option(

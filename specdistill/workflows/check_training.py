@@ -1,6 +1,7 @@
 """Check a training before any weights are loaded.
 
-The checks read only configs, file headers, the tokenizer and the source data, which takes seconds.
+The checks read configs, file headers, the tokenizer and the source data, and hash the target's
+files.
 """
 
 import torch

@@ -125,7 +125,8 @@ class Answer:
     Attributes:
         context: the tokens of the context.
         token_ids: the tokens that were generated, including the one that ended the answer.
-        reason: why the answer ended, in the words of a server (`stop`, `length`).
+        reason: why the answer ended, in the words of a server (`stop`, `length`); `refused` if
+            there is no answer.
         error: why there is no answer, for example because a server refused the question; None if
             there is one.
     """

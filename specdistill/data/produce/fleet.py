@@ -116,7 +116,8 @@ def make_on_ray(
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         _check_nodes(nodes, options)
 
-        # Every shard is a task of its own. Ray repeats it if its worker dies.
+        # Every shard is a task of its own. Ray repeats it if its worker dies, or if it raises
+        # ResourceError.
         shard = ray.remote(_make_shard).options(
             max_retries=MAX_SHARD_RETRIES,
             retry_exceptions=[ResourceError],

@@ -379,8 +379,8 @@ def _build_backend(job: Job) -> AbstractContextManager[Backend]:
         job: the recipe's data settings and the target.
 
     Raises:
-        UserError: if a server serves another model, or if this process lacks a part of the target's
-            weights.
+        UserError: if a server has several models, unless exactly one of them has the target's name;
+            or if this process lacks a part of the target's weights.
         ResourceError: if a server does not answer.
     """
     # Without servers, the target in this process generates.

@@ -72,9 +72,9 @@ class Job:
     def plan(self) -> str:
         """The hash of everything that the generated answers depend on.
 
-        Recipes with equal hashes share generated blocks. Keys that only decide how the answers are
-        filtered, divided into splits and packed are left out, so that changing such a key does not
-        discard the answers.
+        Recipes with equal hashes share generated blocks. Keys that only decide what happens to bad
+        rows, how documents are divided into splits, and how they are packed are left out, so that
+        changing such a key does not discard the answers.
         """
         return compute_fingerprint(
             self.config,

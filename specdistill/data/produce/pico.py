@@ -108,7 +108,7 @@ def load_standard_library(split: Split) -> list[Module]:
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
-            continue  # A handful of modules declare another encoding; the corpus is UTF-8 only.
+            continue  # A module may declare another encoding. The corpus is UTF-8 only.
         modules.append(Module(relative.as_posix(), text))
     return modules
 

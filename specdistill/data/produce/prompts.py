@@ -28,7 +28,7 @@ from specdistill.recipe.sections import DataConfig, ServerRegeneration
 # Characters of a text that are tokenized for each token of a prompt. Tokens have fewer on average,
 # so a snippet has enough tokens, and a long text need not be tokenized as a whole.
 CHARACTERS_PER_TOKEN = 16
-NUM_TEXTS_AT_ONCE = 64  # texts whose snippets are tokenized in one call, which is faster
+NUM_TEXTS_AT_ONCE = 64  # texts whose snippets are tokenized in one call
 # Where a prompt may start within a text, the most natural places first: paragraphs, lines, words.
 START_PATTERNS = (
     re.compile(r"(?<=\n\n)(?=[^\n]*\S)"),
@@ -186,7 +186,7 @@ def make_text_prompts(
         generator: chooses the places at random.
         part: (i, n) if n blocks share the texts and this is the i-th of them, from 0.
     """
-    # Take the texts in batches, because tokenizing many snippets in one call is faster.
+    # Take the texts in batches: a fast tokenizer can encode the snippets of one call in parallel.
     texts = (row for row in rows if row["text"] is not None)
     num_tokens = plan.config.generation.prompt_tokens
     first, step = part

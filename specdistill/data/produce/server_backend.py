@@ -213,7 +213,7 @@ class ServerBackend:
             return turns
 
         # Ask servers until one of them answers. `record_failure` returns False for a server that
-        # has failed too often. Such a server is not asked again.
+        # has failed for too long without an answer. Such a server is not asked again.
         while True:
             server = self._wait_for_server()
             try:
@@ -236,7 +236,7 @@ class ServerBackend:
         The request is already counted as in flight when the server is returned.
 
         Raises:
-            ResourceError: if every server has failed too often, or if the backend was closed.
+            ResourceError: if every server has failed for too long, or if the backend was closed.
         """
         with self._changed:
             while True:

@@ -131,7 +131,8 @@ def build_transformers_backend(
         UserError: if this process does not have all weights of the target.
     """
     # All weights must be in this process. With `target.shard` each process has only a part of
-    # them. With offline features the layers of the target are not loaded (they are "meta" tensors).
+    # them. If training never runs the target's layers, their weights are not loaded (they are
+    # "meta" tensors).
     model = target.model
     assert model is not None
     if is_shared(model) or any(weight.is_meta for weight in model.parameters()):

@@ -31,7 +31,7 @@ NUM_SHOWN_HASH_DIGITS = 12  # digits of a hash that messages show
 VERSION = 4  # Raise it when this code prepares other rows from equal inputs.
 BATCH = 100  # rows per call of the function that datasets maps
 MAX_PROCESSES = 16  # processes that prepare rows, each of which takes memory
-# A process prepares at least so many rows. For fewer, starting it takes longer than it saves.
+# A process prepares at least so many rows, because starting it takes time, too.
 MIN_ROWS_PER_PROCESS = 2000
 FREE_SPACE = (
     "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
@@ -102,7 +102,8 @@ def map_rows(
                 desc=what,
             )
         except RuntimeError as error:
-            # These are the words of datasets when the system kills a process, mostly for memory.
+            # These are the words of datasets when the system kills a process, for example because
+            # memory runs out.
             if "abruptly died" not in str(error):
                 raise
             raise ResourceError(
@@ -211,7 +212,7 @@ def silence_datasets() -> Iterator[None]:
 def read_array(rows: Dataset, column: str) -> NDArray[np.integer]:
     """Read a column of numbers as a numpy array.
 
-    Reading the column item by item would take a hundred times as long.
+    Reading the column item by item is much slower.
     """
     return np.asarray(rows.with_format("numpy")[column][:])
 

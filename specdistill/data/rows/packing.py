@@ -49,7 +49,7 @@ MIN_COVERAGE = 0.9
 LENGTH_MULTIPLE = 8
 DOCUMENTS = 32
 # Pieces that are sorted and packed at a time. Each chunk has documents of all lengths, so rows mix
-# lengths. More pieces would fill rows slightly better, but take longer to search.
+# lengths. More pieces would fill rows better, but take longer to search.
 CHUNK = 4096
 
 
