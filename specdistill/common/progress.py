@@ -187,7 +187,15 @@ def find_free_bytes(folder: Path) -> int:
     return shutil.disk_usage(find_existing_folder(folder)).free
 
 
-def announce(task: str, cost: Cost, sample: str, folder: Path, *, force: bool = False) -> None:
+def announce(
+    task: str,
+    cost: Cost,
+    sample: str,
+    folder: Path,
+    *,
+    folder_key: str = "data.cache_dir",
+    force: bool = False,
+) -> None:
     """Print the estimated cost of a task to stderr, and check that the disk has enough room.
 
     Args:
@@ -195,6 +203,7 @@ def announce(task: str, cost: Cost, sample: str, folder: Path, *, force: bool = 
         cost: the estimated cost of the task.
         sample: what the cost was estimated from, such as "512 of 5,738 rows".
         folder: the folder that the task writes to.
+        folder_key: the key that names the folder, for the error.
         force: whether to start even if the disk has too little room.
 
     Raises:
@@ -224,7 +233,7 @@ def announce(task: str, cost: Cost, sample: str, folder: Path, *, force: bool = 
         raise ResourceError(
             f"{task} takes about {needed_space} in {folder}, whose disk has {free_space} left",
             next_step=(
-                "free disk space, set data.cache_dir to a larger disk, or begin anyway"
+                f"free disk space, set {folder_key} to a folder on a larger disk, or begin anyway"
                 " (data.force=true)"
             ),
         )

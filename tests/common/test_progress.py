@@ -136,5 +136,7 @@ def test_what_has_no_room_is_refused_unless_told(
     huge = SAMPLE.times(1e15)
     with pytest.raises(ResourceError, match=rf"{tmp_path}.*data\.force=true"):
         announce("generating", huge, "", tmp_path)
+    with pytest.raises(ResourceError, match=r"set hidden_states\.path to"):
+        announce("storing features", huge, "", tmp_path, folder_key="hidden_states.path")
     announce("generating", huge, "", tmp_path, force=True)
     assert capsys.readouterr().err.count("generating") == 2

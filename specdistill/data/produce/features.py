@@ -558,6 +558,7 @@ def _make_shards(
                     shard_cost.times(num_rows_left / len(part)),
                     f"the first {len(part):,} rows",
                     folder,
+                    folder_key="hidden_states.path",
                     force=force,
                 )
             advance(len(part))

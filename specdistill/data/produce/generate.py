@@ -135,7 +135,14 @@ class GenerationEstimate:
         sizes = [path.stat().st_size for path in states.glob("*.safetensors")] if states else []
         if states and sizes:
             states_cost = sample._replace(num_bytes=self.answers * sum(sizes) / len(sizes))
-            announce("keeping hidden states", states_cost.times(factor), basis, states, force=force)
+            announce(
+                "keeping hidden states",
+                states_cost.times(factor),
+                basis,
+                states,
+                folder_key="hidden_states.path",
+                force=force,
+            )
 
 
 def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, object]]:
@@ -233,11 +240,14 @@ class BlockOutput:
         self.advance(num_tokens)
         self.num_empty_tasks = 0 if kept_answers else self.num_empty_tasks + 1
         if self.num_empty_tasks == MAX_EMPTY_TASKS:
-            ((rule, _),) = self.counts.filtered.most_common(1)
+            # The counts also have prompts that were left out before they were asked. Only answers
+            # have examples.
+            examples = self.counts.examples
+            rule = max(examples, key=lambda name: self.counts.filtered[name])
             raise UserError(
                 "data.regenerate.filter",
                 got=f"rules that dropped {MAX_EMPTY_TASKS} answers in a row, most often the rule"
-                f" {rule}, e.g. {self.counts.examples[rule][:80]!r}",
+                f" {rule}, e.g. {examples[rule][:80]!r}",
                 expected="rules that keep some of the answers",
             )
 

@@ -317,7 +317,7 @@ def test_a_key_goes_to_the_address_that_it_is_for(monkeypatch: pytest.MonkeyPatc
 
 def block_of(
     folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (),
-    concurrency: int = 2, all_tokens: bool = False
+    concurrency: int = 2, all_tokens: bool = False, num_long_prompts: int = 0
 ) -> BlockOutput:  # fmt: skip
     words = told()
 
@@ -329,6 +329,8 @@ def block_of(
     made = BlockOutput(
         {name: RULES[name] for name in rules}, candidate, all_tokens, lambda tokens: None
     )
+    # Making the tasks counts the prompts that are too long to be asked.
+    made.counts.filtered.update(["long_prompt"] * num_long_prompts)
     with (
         AnswerFile(folder / "answers.jsonl", "plan") as known,
         ServerBackend(servers, words, concurrency) as backend,
@@ -370,8 +372,9 @@ def test_an_answer_that_breaks_a_rule_is_filtered_with_what_follows(tmp_path: Pa
     assert set(found.counts.filtered) == {"looping"} and found.tokens >= 0.99 * 600
 
 
+@pytest.mark.parametrize("num_long_prompts", [0, 1000])
 def test_a_block_of_which_nothing_is_kept_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_long_prompts: int
 ) -> None:
     monkeypatch.setattr(generate, "MAX_EMPTY_TASKS", 20)
     with (
@@ -381,7 +384,7 @@ def test_a_block_of_which_nothing_is_kept_ends(
             "rules that dropped 20 answers in a row, most often the rule empty",
         ),
     ):
-        block_of(tmp_path, 10**6, server(made), rules=["empty"])
+        block_of(tmp_path, 10**6, server(made), rules=["empty"], num_long_prompts=num_long_prompts)
 
 
 def test_turns_share_a_row_where_their_contexts_continue(undisturbed: list[list[Answer]]) -> None:
