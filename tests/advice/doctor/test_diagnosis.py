@@ -378,7 +378,8 @@ def test_a_fit_is_of_the_completion_alone() -> None:
         SimpleNamespace(device="cpu"),
         SimpleNamespace(prompt_ids=[5, 6, 7], token_ids=[8, 9]),
     )
-    assert _fit(Objective(), target, completion) == (2.5, 2.0)  # type: ignore[arg-type]
+    fit = _fit(Objective(), target, completion, 0, 1)  # type: ignore[arg-type]
+    assert fit == (2.5, 2.0)
 
 
 def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
