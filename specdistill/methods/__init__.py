@@ -25,11 +25,11 @@ class MethodInfo:
     """One method, as a row of the table.
 
     Attributes:
-        summary: what drafts, in one line.
+        summary: one line that says what drafts.
         passes: passes of the draft in a round of K draft tokens. "K": one for each token. "1": one
             for all tokens. "0": none, because the method has no weights and is not trained.
-        features: how many tensors as wide as the target's hidden state training reads for each
-            token.
+        features: how many tensors, each as wide as the target's hidden state, training reads for
+            each token.
         positions: how many drafted positions training computes for each token.
         standalone: whether a draft is a whole language model with its own tokenizer.
         in_target: whether engines load the draft from the target's checkpoint.
@@ -57,10 +57,9 @@ class MethodInfo:
     def recipe(self) -> "type[Recipe]":
         """Return the pydantic class that describes and checks the recipes of this method."""
         # A method without recipe keys of its own has no `config` module; its family has one.
-        has_own = find_spec(f"{self.package}.config") is not None
-        recipe_class: type[Recipe] = import_module(
-            f"{self.package if has_own else self.family}.config"
-        ).RECIPE
+        has_own_config = find_spec(f"{self.package}.config") is not None
+        package = self.package if has_own_config else self.family
+        recipe_class: type[Recipe] = import_module(f"{package}.config").RECIPE
         return recipe_class
 
     def serving(self) -> "Mapping[str, Serving]":
@@ -105,8 +104,8 @@ ROWS = {
         family="chains",
     ),
     "mtp": MethodInfo(
-        "a layer of the target's own kind that predicts on from its last hidden state (arXiv"
-        " 2412.19437)",
+        "a layer of the target's own kind that predicts further tokens from the target's last"
+        " hidden state (arXiv 2412.19437)",
         passes="K",
         features=1,
         positions=3,
@@ -114,7 +113,7 @@ ROWS = {
         family="chains",
     ),
     "early_exit": MethodInfo(
-        "the target's first layers and an exit; verification runs the others alone (arXiv"
+        "the target's first layers and an exit; verification runs only the other layers (arXiv"
         " 2309.08168)",
         passes="K",
         features=2,

@@ -32,7 +32,7 @@ class Advice(ABC, Generic[DraftT]):
     """The answers of a method to the commands `specdistill plan` and `specdistill doctor`.
 
     Attributes:
-        likely_cause: why a draft of this method may accept little, if no repair explains it.
+        likely_cause: why few tokens of such a draft may be accepted, if no repair explains it.
     """
 
     likely_cause: ClassVar[str] = (
@@ -130,7 +130,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     def has_tensors(self, names: Set[str]) -> bool:
         """Return whether these tensor names prove that a folder holds a draft of this method.
 
-        By default no names do.
+        By default no names prove it.
         """
         return False
 
@@ -172,7 +172,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         raise self._make_unsupported_error("training")
 
     def save(self, draft: DraftT, target: FrozenTarget, folder: Path) -> None:
-        """Write a draft into a folder, with the file names and keys that others use for the method.
+        """Write a draft into a folder, in the layout that other projects use for the method.
 
         Args:
             draft: the trained draft.
@@ -198,7 +198,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         """
 
     def build_lookup(self, min_tokens: int, max_tokens: int) -> Proposer:
-        """Build a lookup that proposes before another draft, which only runs if it finds nothing.
+        """Build a lookup that proposes first; another draft runs only if the lookup finds nothing.
 
         The lookup searches the text for an earlier occurrence of the last tokens.
 

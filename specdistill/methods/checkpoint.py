@@ -282,7 +282,7 @@ def check_tensors(
 
 
 def _name_dtype_kind(tensor: Tensor) -> str:
-    """Return the kind of a tensor's dtype, in the words of errors."""
+    """Return the kind of a tensor's dtype, as error messages call it."""
     if tensor.dtype in FLOATS:
         return "float32, bfloat16 or float16"
     return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)

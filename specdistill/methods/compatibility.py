@@ -23,7 +23,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config, read_outline
 from specdistill.methods.layers import FeatureShape, HeadShape
 from specdistill.methods.rope import (
-    READERS,
+    CONTRADICTION_ADVICE,
     THETA,
     choose_entry,
     find_contradiction,
@@ -144,7 +144,7 @@ def find_mismatches(
     yield from _check_dtype(config, model_config, tensors)
     contradiction = find_contradiction(model_config)
     if contradiction:
-        yield problem(f"config.json says {contradiction}", READERS)
+        yield problem(f"config.json says {contradiction}", CONTRADICTION_ADVICE)
 
     # Compare the draft with its target: vocabulary and rotary embedding. A draft model (standalone)
     # may be padded to another width, and has a rotary embedding of its own.
@@ -293,6 +293,6 @@ def _compare_rope(
             if name != THETA or closest[THETA] is not None:
                 yield warning(
                     what,
-                    "if it was trained with the target's, correct it in the draft's config.json;"
+                    "if the draft was trained with the target's, correct the draft's config.json;"
                     " otherwise ignore this warning",
                 )

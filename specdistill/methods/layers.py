@@ -89,8 +89,11 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
     if shape.sliding_window is not None and num_steps > shape.sliding_window:
         raise UserError(
             key,
-            got=f"{num_steps} steps with a draft whose window is {shape.sliding_window} positions",
-            expected=f"at most {shape.sliding_window} steps",
+            got=(
+                f"{num_steps} draft steps with a draft whose sliding window is"
+                f" {shape.sliding_window} positions"
+            ),
+            expected=f"at most {shape.sliding_window} draft steps",
         )
 
 
@@ -151,7 +154,7 @@ class KVCache(Protocol):
     """The keys and values of all layers; the cache decides which of them each query may see."""
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Store keys and values of positions that only other positions attend to."""
+        """Store keys and values of positions that have no queries of their own."""
 
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor

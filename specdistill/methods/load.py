@@ -136,8 +136,8 @@ def load_proposer(
             trained.
         target: the target that verifies.
         key: the recipe key that the draft came from, which errors name.
-        lookup_first: a lookup that proposes before the draft, which then only runs if the lookup
-            finds nothing; None for no lookup.
+        lookup_first: a lookup that proposes first; the draft then only runs if the lookup finds
+            nothing. None: no lookup.
         compile: whether to compile the proposer's passes, if it can.
         made_for: files of the target to check the draft against; None: the files of `target`.
         logs: whether to log the warnings of that check.

@@ -26,12 +26,12 @@ def choose_mask(
 ) -> int:
     """Choose the mask token of a draft, which stands for each token that is not drafted yet.
 
-    This is the token that the recipe names, else that of the draft whose training goes on, else a
-    token that does not occur in the data.
+    This is the token that the recipe names, else that of the draft whose training is continued,
+    else a token that does not occur in the data.
 
     Args:
         mask: the recipe's `draft.mask_token_id`, if it is given.
-        init: the recipe's `draft.init`: the draft whose training goes on, if any.
+        init: the recipe's `draft.init`: the draft whose training is continued, if any.
         inherited: the mask token of the draft that `init` names.
         target: the target.
         rows: the training data.

@@ -458,7 +458,8 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])
-        if value != default and not any(name in own for own in options_by_method):
+        is_used = any(name in method_options for method_options in options_by_method)
+        if value != default and not is_used:
             readers = [
                 method
                 for method, table_row in METHODS.items()

@@ -16,7 +16,7 @@ from typing import Any
 from specdistill.methods.sizes import RawConfig
 
 THETA = "rope_theta"
-READERS = (
+CONTRADICTION_ADVICE = (
     "make them the same: transformers 5 (with it vLLM, SGLang and llama.cpp's converter) reads"
     " rope_scaling if it is stated, else rope_parameters; transformers 4 reads rope_theta and"
     " rope_scaling"
@@ -37,7 +37,8 @@ def read_entries(config: RawConfig) -> list[dict[str, object]]:
     # one entry: that of the older key `rope_scaling` if it is given, else that of the newer key.
     newer = config.get("rope_parameters") or {}
     nested = [entry for entry in newer.values() if isinstance(entry, dict)]
-    return [normalize(entry, config) for entry in nested or [config.get("rope_scaling") or newer]]
+    entries = nested or [config.get("rope_scaling") or newer]
+    return [normalize(entry, config) for entry in entries]
 
 
 def choose_entry(parameters: RawConfig | None) -> dict[str, Any]:
@@ -119,7 +120,8 @@ def find_contradiction(config: RawConfig) -> str | None:
     older = config.get("rope_scaling") or {}
     theta = config.get(THETA)
 
-    # If there is one entry for each kind of layer, compare the older keys with full attention.
+    # If there is one entry for each kind of layer, compare the older keys with that of full
+    # attention.
     place = "rope_parameters"
     if isinstance(newer.get("full_attention"), dict):
         place = "rope_parameters.full_attention"

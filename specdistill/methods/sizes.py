@@ -207,7 +207,7 @@ class ModelConfigInfo:
         hub_id: its id on the Hub; None if it came from a folder.
         revision: its revision on the Hub.
         raw: the content of config.json.
-        config: the same as transformers reads it.
+        config: the same content, as transformers reads it.
         native_mtp: the key that says how many layers predict further tokens, and their number; None
             without such layers.
         trust_remote_code: whether its own code may run.
@@ -324,7 +324,11 @@ class ModelConfigInfo:
         return {**self.raw, **(self.raw.get("text_config") or {})}.get("quantization_config")
 
     def itemsize(self, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes of a weight that was not quantized."""
+        """Return the bytes of a weight that was not quantized.
+
+        Args:
+            dtype: the dtype of the weight; None for that of the checkpoint.
+        """
         return (dtype or self.dtype or ASSUMED_DTYPE).itemsize
 
     @cached_property
@@ -501,7 +505,8 @@ class PlannedDraft:
         published: acceptance and training data that others published.
         cache: the size of the KV cache; None if there is none, or if the class does not show it.
         recipe_keys: settings that a recipe made for another target must change for this one.
-        counted_with: the keys of `draft:` with which training is counted.
+        counted_with: values of `draft:` with which the cost of training is counted, unless the
+            recipe states others; for example {"ttt_steps": 1}.
         warnings: what contradicts the target's config.json.
         is_served: whether an engine can decode with the draft.
         build: builds the draft for the target at its full size, whose tensors may have no content

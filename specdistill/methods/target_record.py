@@ -1,4 +1,4 @@
-"""Read and write the record of its target in a draft's config.json, and its chat template.
+"""Read and write the record of a draft's target in config.json, and the target's chat template.
 
 The record is `{"specdistill": {"target": …}}`. A draft is refused for any other target. If
 `data.chat_template` gave the target a chat template when the draft was trained, that is kept in a

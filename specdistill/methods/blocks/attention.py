@@ -138,13 +138,17 @@ class BlockKVCache:
             num_tokens: the tokens of the flattened batch.
             device: where the masks are made.
         """
-        for first, last, start, end in self.spans:
-            slot = torch.arange(first * self.block_size, last * self.block_size, device=device)
-            context = torch.arange(start, end, device=device)
+        for first_block, end_block, first_token, end_token in self.spans:
+            slot = torch.arange(
+                first_block * self.block_size, end_block * self.block_size, device=device
+            )
+            context = torch.arange(first_token, end_token, device=device)
             mask = self.is_visible(
                 slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens
             )
-            self._chunks.append((slice(first, last), slice(start, end), mask))
+            self._chunks.append(
+                (slice(first_block, end_block), slice(first_token, end_token), mask)
+            )
 
     def attend_in_one_call(
         self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
@@ -185,8 +189,8 @@ class BlockKVCache:
         output_hSd = attend(
             q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), block_mask=self._mask, enable_gqa=True
         )[0]
-        context: Tensor = output_hSd.unflatten(1, (-1, self.block_size)).transpose(0, 1)
-        return context
+        output_NhPd: Tensor = output_hSd.unflatten(1, (-1, self.block_size)).transpose(0, 1)
+        return output_NhPd
 
     def is_visible(self, slot: Tensor, index: Tensor, num_tokens: int) -> Tensor:
         """Return which keys each slot sees: the context before its anchor, and its own block.
@@ -234,5 +238,5 @@ def _join_context_and_slots(context_GSd: Tensor, blocks_NGPd: Tensor) -> Tensor:
 
 @cache
 def compile_once(function: Any) -> Any:
-    """Return `torch.compile(function)`, always the same one for the same function."""
+    """Compile a function; later calls with this function return the same compiled one."""
     return torch.compile(function)

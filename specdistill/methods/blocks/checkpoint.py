@@ -95,8 +95,8 @@ def check_block(
         name: what errors call the draft.
 
     Returns:
-        The config, and the draft's tensors without `t2d`, without `d2t` if the vocabulary is not
-        pruned, and if the target is given without copies of its tables.
+        The config, and the draft's tensors. `t2d` is left out, and `d2t` too if the vocabulary is
+        not pruned. If the target is given, copies of its tables are also left out.
 
     Raises:
         UserError: for tensors or sizes that do not fit, and for a mask token or layers that the
@@ -115,7 +115,9 @@ def check_block(
     _check_mask_and_layers(config, folder, name, key)
 
     # Compare the tensors with those of a draft of this config.
-    draft_tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
+    draft_tensors = {
+        tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name != "t2d"
+    }
     with torch.device("meta"):
         expected = kind.draft(config).state_dict()
     optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
@@ -199,7 +201,7 @@ def export_block(
     )
     layout.check(engine, config, draft)
 
-    # Write it. Engines read both maps of a pruned vocabulary.
+    # Write the draft. Engines read both maps of a pruned vocabulary.
     dtype = checkpoint.choose_stored_dtype(tensors.values())
     if config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
@@ -218,12 +220,12 @@ def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> d
     # layers are Llama's with norms of query and key heads, as a block drafter has them.
     method_fields = {name: getattr(config, name) for name in kind.own_fields}
     method_fields["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
-    layer = "full_attention" if config.sliding_window is None else "sliding_attention"
+    layer_type = "full_attention" if config.sliding_window is None else "sliding_attention"
     return {
         "architectures": [kind.architectures[0]],
         **checkpoint.write_shape(config, dtype),
         "model_type": "qwen3",
-        "layer_types": [layer] * config.num_layers,
+        "layer_types": [layer_type] * config.num_layers,
         "use_sliding_window": config.sliding_window is not None,
         "draft_vocab_size": config.draft_vocab_size,
         "num_target_layers": config.target_num_layers,
@@ -271,7 +273,7 @@ def read_block_config(
         causal = nested.get("causal")
     num_layers = raw.get("num_target_layers") or target_num_layers
     if keys.get("mask_token_id") is None or not layers:
-        missing = "target_layer_ids" if keys.get("mask_token_id") is not None else "mask_token_id"
+        missing = "mask_token_id" if keys.get("mask_token_id") is None else "target_layer_ids"
         raise UserError(
             key, got=f"a config.json without {missing}", expected=f"the keys of a {kind.name} draft"
         )

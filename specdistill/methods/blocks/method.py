@@ -35,7 +35,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
 
     Attributes:
         kind: the classes of the draft and its config, and what files call them.
-        own_tensors: names of tensors that drafts of this kind have and no others.
+        own_tensors: names of tensors that only drafts of this kind have.
         objective: the class of the objective.
         proposer: the class of the proposer.
     """

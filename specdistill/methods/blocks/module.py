@@ -68,7 +68,7 @@ class BlockConfig(FeatureShape):
 
     @property
     def num_drafted(self) -> int:
-        """The largest K."""
+        """The largest K, the number of draft tokens in a round: one for each slot that predicts."""
         return self.block_size - self.first_slot
 
 

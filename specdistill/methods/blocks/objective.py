@@ -66,8 +66,8 @@ def draw_blocks(
         seed: the seed of the draw; None: take anchors at even distances.
 
     Returns:
-        The anchors: ascending positions [N] in the flattened batch. And which slots are learned:
-        bool [N, K].
+        The anchors, which are ascending positions [N] in the flattened batch; and whether each slot
+        is learned, bool [N, K].
     """
     # Mark the loss tokens of the flattened batch. They are never the first of a document, so a run
     # of them is in one document. K positions past the end, without loss, spare a bounds check.
@@ -116,8 +116,8 @@ def split_blocks(
         block_size: P, the slots of a block.
 
     Returns:
-        Four integers for each chunk: its blocks are [first, end), and the tokens of the flattened
-        batch that any of them attends to are [start, stop).
+        Four integers for each chunk: its first block, the block after its last one, the first token
+        of the flattened batch that any of its blocks attends to, and the token after the last one.
     """
     # A block sees its document up to its anchor. The document begins as many positions before the
     # anchor as the anchor's position says.
@@ -126,10 +126,11 @@ def split_blocks(
     # A chunk sees the tokens from the start of its first document up to its last anchor.
     size = max(1, SLOTS_PER_CHUNK // block_size)
     chunks = []
-    for first in range(0, len(anchors_N), size):
-        end = min(first + size, len(anchors_N))
-        start = int(starts_N[first:end].min())
-        chunks.append((first, end, start, int(anchors_N[first:end].max())))
+    for first_block in range(0, len(anchors_N), size):
+        end_block = min(first_block + size, len(anchors_N))
+        first_token = int(starts_N[first_block:end_block].min())
+        end_token = int(anchors_N[first_block:end_block].max())
+        chunks.append((first_block, end_block, first_token, end_token))
     return chunks
 
 
@@ -156,10 +157,10 @@ class BlockObjective(Objective):
             num_anchors: blocks per row.
             step_decay: the loss weight of drafted position k is step_decay ** k.
             temperature: divides both sets of logits.
-            alpha: the smoothing of D-PACE, which then weighs the positions instead; None:
-                `step_decay`.
-            confidence_weight: the weight of the confidence's loss, if the draft states a
-                confidence: in each slot its cross-entropy with the expected acceptance.
+            alpha: the smoothing of D-PACE, which weights the positions in place of `step_decay`;
+                None: no D-PACE.
+            confidence_weight: the weight of the confidence head's loss, if the draft has such a
+                head: the cross-entropy of its confidence with the expected acceptance.
             seed: the seed of the anchors.
         """
         super().__init__(
@@ -276,13 +277,15 @@ class BlockObjective(Objective):
             group_size=draft.config.num_drafted,
         )
         total, metrics_M1R = compute_loss(correction=correction)
+        # The metrics are the loss and, if they are measured, correct tokens and acceptance.
         losses_NK, *measures = metrics_M1R[:, 0].unflatten(1, has_loss.shape) * has_loss
 
         # Add the cross-entropy of the stated confidence with the expected acceptance.
         if trains_confidence:
+            _, accepted_NK = measures
             confidence_NK = draft.confidence_head(rows_NKH, embedded_NKE)
             error_NK = F.binary_cross_entropy_with_logits(
-                confidence_NK.float(), measures[1], reduction="none"
+                confidence_NK.float(), accepted_NK, reduction="none"
             )
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
         sums = StepSums.from_losses(
@@ -291,9 +294,9 @@ class BlockObjective(Objective):
 
         # Measure how long the accepted chains would be without the correction.
         if measure and correction is not None:
-            _, uncorrected_M1R = compute_loss()
-            accepted_NK = uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss
-            sums.chain_uncorrected = chain_products(accepted_NK.T)
+            _, (_, correct_1R, _) = compute_loss()
+            correct_NK = correct_1R[0].unflatten(0, has_loss.shape) * has_loss
+            sums.chain_uncorrected = chain_products(correct_NK.T)
         return total, sums
 
     def _run_draft(

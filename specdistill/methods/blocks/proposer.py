@@ -33,7 +33,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     def __init__(self, draft: BlockDraft) -> None:
         """Prepare a draft for decoding."""
         super().__init__(draft)
-        # Slots that see each other draft other tokens in a wider block.
+        # If slots see each other, a wider block drafts other tokens.
         self.depends_on_width = not draft.config.is_causal
         self.settings = {"block_size": draft.config.block_size}
 
@@ -81,15 +81,15 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] after the T nodes of a level.
 
-            They come from the slot of the next level. `grow` calls this for one level after the
-            other.
+            The logits come from the slot of the next level. `grow` calls this for one level after
+            the other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
                 rows_BT: for each node, the index of its parent in the level before.
             """
-            # A correction has a state for each node of a level. The new nodes take over those of
-            # their parents.
+            # DSpark's correction of the logits has a state for each node of a level. The new nodes
+            # take over the states of their parents.
             slots.inherit_states(rows_BT)
             return slots.compute_logits(next(levels), self.map_to_target(index_BT))
 
@@ -99,10 +99,10 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
     def _run_block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
-        """Run the draft once over one block for each row, which begins at the row's last token.
+        """Run the draft once over one block for each row; a block begins at the row's last token.
 
-        Before that, the draft stores keys and values of the tokens that were added since the last
-        round. It computes them from the target's features.
+        Before that, the draft reads the tokens that were added since the last round: it computes
+        their keys and values from the target's features, and stores these in the KV cache.
 
         Args:
             state: the sequences so far, with the target's features of the added tokens.
@@ -192,7 +192,7 @@ class _Slots:
         if draft.markov_head is None:
             return logits_BTW
 
-        # Add the correction of rank E by the token before.
+        # Add the correction, which depends on the token before.
         assert self.state_BTE is not None
         correction_BTE, _, self.state_BTE = draft.markov_head.step(
             hidden_BTH, previous_BT, self.state_BTE

@@ -1,8 +1,8 @@
 """Find likely causes of low acceptance in a head whose tensors all have the right shape.
 
-A head accepts little if it is run differently from how it was trained, and nothing in its files
-says so. Each likely cause is repaired in a copy of the head that shares its weights. A copy that is
-closer to the target than the head itself names the cause.
+Few tokens of a head are accepted if it is run in another way than it was trained, and nothing in
+its files says so. Each likely cause is repaired in a copy of the head that shares its weights. A
+copy that is closer to the target than the head itself names the cause.
 """
 
 import copy
@@ -118,21 +118,23 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
 
     # If the size of attention heads differs, try the target's. Another size splits the same
     # matrices into another number of heads, so it raises no error.
-    size = (
+    target_size = (
         read_size(target.config, "head_dim")
         or target.hidden_size // target.config.num_attention_heads
     )
     query_size = config.num_attention_heads * config.head_dim
     key_size = config.num_key_value_heads * config.head_dim
-    if size != config.head_dim and query_size % size == 0 and key_size % size == 0:
+    is_possible = query_size % target_size == 0 and key_size % target_size == 0
+    if target_size != config.head_dim and is_possible:
         cause = (
             f"the draft's attention heads have the size {config.head_dim} (num_attention_heads"
-            f" {config.num_attention_heads}), but the draft was trained with the size {size}"
+            f" {config.num_attention_heads}), but the draft was trained with the size"
+            f" {target_size}"
         )
         fields = {
-            "head_dim": size,
-            "num_attention_heads": query_size // size,
-            "num_key_value_heads": key_size // size,
+            "head_dim": target_size,
+            "num_attention_heads": query_size // target_size,
+            "num_key_value_heads": key_size // target_size,
         }
         yield Repair(cause, partial(configure, fields=fields))
 

@@ -29,7 +29,7 @@ whose scores are s_1..s_k. The softmax over all of them has
 
     L = log(exp L_0 + sum_j exp s_j)      o = exp(L_0 - L) o_0 + sum_j exp(s_j - L) v_j
 
-The gradients of step 0's block are the kernel's own, which is given this o and L instead of o_0 and
+The kernel computes the gradients of step 0's block: it is given this o and L instead of o_0 and
 L_0. The gradients of the scores are ds_j = exp(s_j - L) (do v_j - do o).
 """
 
@@ -326,7 +326,7 @@ class TrainingTimeTest(Objective):
             The weighted sum of the losses of all steps over all loss tokens, not divided yet, and
             the sums of each step.
         """
-        # Run the head K times. Row r of step k is its output before the loss token r.
+        # Run the head K times. Row r of step k is the output that predicts the loss token r.
         rows_KRH, has_loss_KR, feature_error = self._unroll(
             input_ids,
             position_ids,
@@ -381,7 +381,7 @@ class TrainingTimeTest(Objective):
         if self.training and self.noise:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
 
-        # Run the steps, and collect the head's output before each loss token.
+        # Run the steps, and collect the outputs that predict the loss tokens.
         rows = []
         has_loss = []
         feature_error = hidden.new_zeros((), dtype=torch.float32)

@@ -30,9 +30,9 @@ class CompiledSteps:
     single token.
 
     As for the target (see specdistill.decoding.readers), the KV cache of `size` positions is
-    allocated as a whole, after an uncompiled pass has read a prompt into it. The graph is told how
-    many positions are held. If fewer tokens were committed, they are padded. The next pass
-    overwrites the slots of the padding.
+    allocated as a whole, and an uncompiled pass reads the prompt into it. The graph is told how
+    many positions are held. If fewer tokens were committed than the graph reads, they are padded.
+    The next pass overwrites the slots of the padding.
     """
 
     def __init__(self, head: Head, cache: DraftKVCache, size: int) -> None:

@@ -70,7 +70,7 @@ def describe_head_engines(method: str, model_type: str | None) -> str:
 
     Args:
         method: the name of the method.
-        model_type: of the target's text model, such as "gemma3_text".
+        model_type: the type of the target's text model, such as "gemma3_text".
 
     Returns:
         A sentence from NOTES. Empty if no restriction is known, or the method's drafts are no

@@ -47,7 +47,7 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         shape = sizes.plan_shape(target, draft_info, settings)
 
         def build(full: FrozenTarget) -> EagleDraft:
-            """Build the head for the target at its full size."""
+            """Build the head for a target at its full size, not for the tiny one."""
             draft = EagleDraft(
                 EagleConfig(**plan_head_shape(full, **vars(shape)), logit_scale=full.logits.scale)
             )

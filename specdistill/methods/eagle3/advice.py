@@ -76,7 +76,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
             width = min(vocabulary, sizes.DRAFT_VOCABULARY)
 
         def build(full: FrozenTarget) -> Eagle3Draft:
-            """Build the head for the target at its full size."""
+            """Build the head for a target at its full size, not for the tiny one."""
             return Eagle3Draft(
                 build_eagle3_config(full, width, aux_layers=aux_layers, **vars(shape))
             )

@@ -222,12 +222,13 @@ def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, o
     In addition it states the target's number of layers.
     """
     # `build_head_config` also writes exports for engines. Here it needs neither the target nor the
-    # number of draft tokens. If the layers are not the default, it returns an `eagle_config` that
-    # lists them, which replaces the short one below.
+    # number of draft tokens.
     head = HeadExport(
         checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )
     keys = build_head_config(head, *NORMS, "norm_before_residual", aux_layers=format_eagle_config)
+    # Keys that come later win: for other layers than the default, `keys` has an `eagle_config` that
+    # lists the layers.
     return {
         "eagle_config": {"use_aux_hidden_state": True},
         **keys,
@@ -319,7 +320,10 @@ def _read_aux_layers(
         raise UserError(
             key,
             got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
-            expected="the same layers; the list in eagle_config counts from 0, so one less each",
+            expected=(
+                "the same layers in both; eagle_config counts them from 0, so each of its numbers"
+                " is one less"
+            ),
         )
     layers = top_level_layers or nested_layers or tuple(choose_aux_layers(num_layers))
 

@@ -161,8 +161,10 @@ class Eagle3Draft(FeatureDraft, Head):
         aux = features.aux
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
-        read = torch.cat(aux, dim=-1)
-        output: Tensor = self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
+        fc_input = torch.cat(aux, dim=-1)
+        if self.config.norm_before_fc:
+            fc_input = self.input_norm(fc_input)
+        output: Tensor = self.fc(fc_input)
         return output
 
     def forward(

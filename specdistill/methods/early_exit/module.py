@@ -147,7 +147,7 @@ def exit_config(
     """
     # By default an eighth of the layers draft. More layers draft more slowly; fewer predict worse.
     depth = text.num_hidden_layers
-    exit_layer = exit_layer or max(1, text.num_hidden_layers // 8)
+    exit_layer = exit_layer or max(1, depth // 8)
     if exit_layer >= depth:
         raise UserError(
             "draft.exit_layer",

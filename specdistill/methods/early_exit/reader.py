@@ -133,7 +133,8 @@ class SplitTarget(CachedTarget):
         The test reads a short sequence, in which draft tokens are rejected.
         """
         # Read the root and a draft token in two parts, then two more draft tokens. Reject all draft
-        # tokens, and read the token that follows the root instead.
+        # tokens, and read the token that follows the root instead. REJECTED_TOKENS and NEXT_TOKENS
+        # begin with the same root.
         self.begin([PROMPT])
         for token in REJECTED_TOKENS:
             self.advance(torch.tensor([[token]], device=self.target.device))

@@ -153,5 +153,5 @@ class LookupMethod(Method[UntrainedRecipe, nn.Module]):
         return LookupProposer(self.lookup(**keys))
 
     def build_lookup(self, min_tokens: int, max_tokens: int) -> LookupProposer:
-        """Build a proposer that is asked before a draft, and matches min to max tokens."""
+        """Build a lookup that proposes before a draft; see `Method.build_lookup`."""
         return LookupProposer(self.lookup(min=min_tokens, max=max_tokens))

@@ -23,7 +23,7 @@ class ModelAdvice(Advice[PreTrainedModel]):
         note: what such a draft is, in words.
     """
 
-    likely_cause = "its tokenizer gives tokens other numbers"
+    likely_cause = "the draft's tokenizer gives tokens other ids than the target's"
 
     def __init__(self, published: sizes.MethodFigures, note: str) -> None:
         self.published = published

@@ -156,11 +156,8 @@ class Distillation(Objective):
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
-        return {
-            "soft_targets": replace(
-                super().read_target(target, inputs)["soft_targets"], temperature=1.0
-            )
-        }
+        soft_targets = super().read_target(target, inputs)["soft_targets"]
+        return {"soft_targets": replace(soft_targets, temperature=1.0)}
 
     def forward(
         self,
@@ -236,9 +233,10 @@ class Distillation(Objective):
             The slice `rows` selects the chunk. In training with hard labels the distributions are
             None.
             """
-            return next_R[rows], None if soft_targets is None else soft_targets.at(
-                rows, measure=measure
-            )
+            distributions = None
+            if soft_targets is not None:
+                distributions = soft_targets.at(rows, measure=measure)
+            return next_R[rows], distributions
 
         # Compute logits and losses chunk by chunk. The [R, V] logits of all rows are never in
         # memory at once. The dimension of length 1 is K: `compute_head_loss` also serves heads with

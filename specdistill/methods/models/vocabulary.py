@@ -9,7 +9,7 @@ Some tokens mean the same and are spelled differently, such as those that end a 
 templates. `eval.token_replacements` says which text of the draft stands for a token of the target.
 The draft reads this text wherever the target's token stands. If the text is one token, the draft
 proposes the target's token where it would write its own. One token of the draft stands for one
-token of the target: other target tokens with that text are read as it, and not proposed.
+token of the target: other target tokens with that text are read as this token, but not proposed.
 
 Shapes: W tokens in both vocabularies.
 """
@@ -56,9 +56,10 @@ class SharedVocabulary:
 
     @cached_property
     def draft_ids_of(self) -> dict[int, list[int]]:
-        """The draft's token ids for each target token id; tokens that the draft lacks are absent.
+        """The draft's token ids for each target token id; tokens without a translation are absent.
 
-        A shared token has exactly one draft id. A token in `read_as` may have none or several.
+        A shared token has exactly one draft id. A token in `read_as` may have several, or an empty
+        list.
         """
         pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
         return {token: [draft_id] for token, draft_id in pairs} | dict(self.read_as)

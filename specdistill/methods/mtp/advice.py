@@ -83,9 +83,10 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         warnings: tuple[str, ...] = ()
         native_layers = self.find_native_layers(target.raw, frozenset(), text)
         if key is None and native_layers is not None:
+            stated_key, stated_number = native_layers
             warnings = (
-                f"its config.json says {native_layers[0]}: {native_layers[1]}, and its files"
-                f" have no such layer",
+                f"its config.json says {stated_key}: {stated_number}, and its files have no such"
+                " layer",
             )
 
         # The cost of training is counted by these widths alone, because a class may have no other

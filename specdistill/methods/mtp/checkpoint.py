@@ -503,7 +503,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
     # Write the tensors. If config.json does not say already that there is one such layer, write it
-    # anew (`text` is a part of `config`). Only one is trained.
+    # anew (`text` is a part of `config`). Only one such layer is trained.
     _write_checkpoint(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
@@ -580,8 +580,12 @@ def _convert_tensors(
     for name, tensor in tensors.items():
         end = "." + name.removeprefix(prefix + naming.layer)
         similar_names = [candidate for candidate in checkpoint.file_of if candidate.endswith(end)]
-        similar_name = name if name in layer_names else next(iter(similar_names), None)
-        dtype = stored_tensors[similar_name].dtype if similar_name else config_dtype or tensor.dtype
+        if name in layer_names:
+            dtype = stored_tensors[name].dtype
+        elif similar_names:
+            dtype = stored_tensors[similar_names[0]].dtype
+        else:
+            dtype = config_dtype or tensor.dtype
         tensors[name] = tensor.to(dtype)
     return tensors
 

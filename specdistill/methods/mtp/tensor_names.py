@@ -1,8 +1,7 @@
 """Translate the names of a multi-token-prediction layer's tensors, from and to those of engines.
 
 The names were read in vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py and deepseek_mtp.py. Two namings
-cover what engines load, QWEN3_NEXT and DEEPSEEK_V3. The latter repeats the target's embedding and
-head.
+cover what engines load: QWEN3_NEXT, and DEEPSEEK_V3, which repeats the target's embedding and head.
 
 transformers holds all E experts of a layer in `experts.gate_up_proj` [E, 2I, H] and
 `experts.down_proj` [E, H, I]. Most checkpoints hold them one by one, in
@@ -31,10 +30,10 @@ class Naming:
     Attributes:
         name: the name of the naming, for errors.
         template: the prefix, with {n} for the number of the target's layers.
-        layer: what follows the prefix where the draft has `layers.0.`.
-        names: the draft's other names, each with what follows the prefix.
-        copies: what follows the prefix of a tensor that is repeated from the target, each with the
-            ends of the names that the target may have it by.
+        layer: what stands after the prefix in place of the draft's `layers.0.`.
+        names: the draft's other names, each with the file's name after the prefix.
+        copies: names after the prefix of tensors that repeat the target's, each with the ends of
+            the names that the target's tensor may have.
     """
 
     name: str
@@ -189,7 +188,7 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        # Leave tensors as they are that do not hold all experts of a layer.
+        # Tensors that do not hold all experts of a layer stay as they are.
         experts, _, matrix = name.rpartition(".")
         parts = EXPERT_PARTS.get(matrix)
         if parts is None or f"{experts}.gate_up_proj" not in tensors:

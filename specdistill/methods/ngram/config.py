@@ -32,7 +32,7 @@ class NgramConfig(Section):
     )
     min: int = option(1, "tokens of the shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
     max: int = option(
-        3, "tokens of the longest n-gram to match; with rule=llama.cpp of all n-grams", ge=1
+        3, "tokens of the longest n-gram to match; with rule=llama.cpp, of every n-gram", ge=1
     )
     lookup: Literal["sequence", "prompt"] = option(
         "sequence",

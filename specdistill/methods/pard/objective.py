@@ -176,18 +176,18 @@ class ParallelDistillation(Distillation):
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the number of predicted tokens, of all drafted positions together."""
-        return self._list_predictions(**batch)[0].sum()
+        has_loss_R, _, _ = self._list_predictions(**batch)
+        return has_loss_R.sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
         """Return the target's distributions of all predicted tokens, as soft targets.
 
         In training with hard labels they are None.
         """
-        # Index 2 of the list is the position of each predicted token in the flattened batch. The
-        # base class reads the target's distributions at `loss_positions`.
-        return super().read_target(
-            target, inputs | {"loss_positions": self._list_predictions(**inputs)[2]}
-        )
+        # The base class reads the target's distributions at `loss_positions`. Here these are the
+        # positions of all predicted tokens, those of masks included.
+        _, _, labels_R = self._list_predictions(**inputs)
+        return super().read_target(target, inputs | {"loss_positions": labels_R})
 
     def forward(  # type: ignore[override] # it takes masks, too
         self,
@@ -336,18 +336,21 @@ class ParallelDistillation(Distillation):
         # the labels are positions in the flattened batch. Padding masks have the number K, which is
         # no mask's number, so they have no loss. They may point past the end, hence the clamp.
         num_rows, length = position_ids.shape
-        numbers_R = mask_numbers.flatten()
+        flat_numbers = mask_numbers.flatten()
         row_starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
-        labels_R = ((row_starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
+        mask_labels = ((row_starts_B1 + mask_columns).flatten() + 1 + flat_numbers).clamp_max(
             num_rows * length - 1
-        )
-        has_loss_R = (
-            select_loss_rows(position_ids, loss_positions, ahead=1),
-            numbers_R < self.num_positions,
         )
 
         # Join the predictions by tokens (number 0) and those by masks.
-        numbers_R = torch.cat(
-            (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
+        has_loss_R = torch.cat(
+            (
+                select_loss_rows(position_ids, loss_positions, ahead=1),
+                flat_numbers < self.num_positions,
+            )
         )
-        return torch.cat(has_loss_R), numbers_R, torch.cat((loss_positions, labels_R))
+        numbers_R = torch.cat(
+            (torch.zeros_like(loss_positions), flat_numbers.clamp_max(self.num_positions - 1))
+        )
+        labels_R = torch.cat((loss_positions, mask_labels))
+        return has_loss_R, numbers_R, labels_R

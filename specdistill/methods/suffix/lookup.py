@@ -66,12 +66,12 @@ class SuffixTrie:
         self._open_nodes: list[Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens to the end of the last text, and count what they follow."""
+        """Add tokens to the end of the last text, and count after which strings they stand."""
         for token in tokens:
             # Count the token after each suffix of the text that occurred before, which has a node,
             # and after the empty suffix, the root. `_open_nodes` holds these nodes, the longest
-            # suffix first, so its last `depth` nodes are the suffixes of up to `depth` tokens. Then
-            # it gets the nodes of the suffixes that end with this token, for the token after it.
+            # suffix first, so its last `depth` nodes are the suffixes of up to `depth` tokens. For
+            # the next token, it then gets the nodes of the suffixes that end with this token.
             self.tokens.append(token)
             longer_nodes = [
                 self._count_follower(node, token)
@@ -93,8 +93,8 @@ class SuffixTrie:
             The token, and its share of all tokens that followed the string. None if no token ever
             followed it.
         """
-        # Walk down the trie, token by token. A place is a node, or for a string that occurred only
-        # once the position after it in the text.
+        # Walk down the trie, token by token. A place is a node. If a string occurred only once, its
+        # place is the position after it in the text.
         place: Place = self._root
         for token in tokens:
             longer_place = self._extend_place(place, token)
@@ -112,10 +112,10 @@ class SuffixTrie:
         return place.best, count_occurrences(place.children[place.best]) / place.followed
 
     def _extend_place(self, place: Place, token: int) -> Place | None:
-        """Return the place in the trie of a string with one more token.
+        """Return the place in the trie of a string that is extended by one token.
 
         Args:
-            place: the place of the string: a node, or for a string that occurred only once the
+            place: the place of the string: a node or, if the string occurred only once, the
                 position after it in the text.
             token: the further token.
 
@@ -215,14 +215,14 @@ class SuffixLookup:
             text: the request. It begins with the text of the call before.
             k: the most draft tokens.
         """
-        # Add the request's new tokens to its trie. From then on `text` is only as much of the
-        # request's end as a suffix can have, `max` tokens. Find the longest suffix that occurred
-        # before, and the first draft token with its share of all tokens that followed.
+        # Add the request's new tokens to its trie. Find the longest suffix that occurred before,
+        # and the first draft token with its share of all tokens that followed. A suffix has at most
+        # `max` tokens, so the end of the request is enough.
         self._request_trie.extend(text[len(self._request_trie.tokens) :])
         tokens: list[int] = []
-        text = text[-self.config.max :]
+        last_tokens = text[-self.config.max :]
         probability = 1.0
-        token, share, length = self._find_next(text, self.config.max)
+        token, share, length = self._find_next(last_tokens, self.config.max)
 
         # The longer the suffix, the more tokens are drafted. The draft ends early if its estimated
         # probability, the product of the shares, becomes too small. With one more token, the
@@ -233,15 +233,15 @@ class SuffixLookup:
             if probability < self.config.min_token_prob:
                 break
             tokens.append(token)
-            text = [*text, token][-self.config.max :]
-            token, share, length = self._find_next(text, length + 1)
+            last_tokens = [*last_tokens, token][-self.config.max :]
+            token, share, length = self._find_next(last_tokens, length + 1)
         return tokens
 
     def _find_next(self, text: list[int], longest: int) -> tuple[int, float, int]:
         """Find the longest suffix of a text that occurred before, and the token to expect next.
 
         Args:
-            text: the request and the draft tokens so far.
+            text: the request and the draft tokens so far, or the end of them.
             longest: the most tokens of the suffix.
 
         Returns:

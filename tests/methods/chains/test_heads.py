@@ -208,7 +208,10 @@ def test_a_chain_longer_than_the_window_is_refused(target: FrozenTarget, tmp_pat
     head = build_head("eagle3", target, sliding_window=2)
     save_head("eagle3", head, tmp_path)
     decoder = Decoder(target, load_proposer("eagle3", tmp_path, target))
-    with refused("eval.num_speculative_tokens", "3 steps with a draft whose window is 2 positions"):
+    with refused(
+        "eval.num_speculative_tokens",
+        "3 draft steps with a draft whose sliding window is 2 positions",
+    ):
         decoder.generate([5, 6, 7], max_new_tokens=4, num_speculative_tokens=3)
 
 
