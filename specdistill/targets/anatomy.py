@@ -2,9 +2,9 @@
 
 Each class of transformers has its own names and its own arithmetic. Some scale or cap the output of
 their head (Gemma's soft cap, Cohere's logit_scale, Granite's logits_scaling), some scale the hidden
-states before it. One pass of the model's own forward shows both: the output of the head is replaced
-by known numbers in it. Passes over a KV cache then show whether the model continues a sequence, as
-decoding needs.
+states before it. One pass of the model's own forward shows both, because in this pass known numbers
+replace the output of the head. Passes over a KV cache then show whether the model continues a
+sequence, as decoding needs.
 
 Shapes: T positions, D hidden size, V vocabulary.
 """

@@ -383,11 +383,11 @@ def _generate_part(
     row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
-    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    num_prompt_tokens = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     seen_mask = torch.zeros(
         num_rows, round_up_length(1, length + max_new_tokens), dtype=torch.bool, device=device
     )
-    seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_seen
+    seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_prompt_tokens
     cache = _create_growing_cache(model)
     # A token's position is the number of tokens before it, without padding. For the padding this
     # would be -1, so it gets 0.
@@ -417,16 +417,23 @@ def _generate_part(
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(
                 model.config.get_text_config()
             ):
-                row_number, ended, temperature, num_seen, seen_mask, tokens_B = (
+                row_number, ended, temperature, num_prompt_tokens, seen_mask, tokens_B = (
                     tensor[unfinished]
-                    for tensor in (row_number, ended, temperature, num_seen, seen_mask, tokens_B)
+                    for tensor in (
+                        row_number,
+                        ended,
+                        temperature,
+                        num_prompt_tokens,
+                        seen_mask,
+                        tokens_B,
+                    )
                 )
                 cache.batch_select_indices(unfinished)
 
         # The new tokens are the inputs of the next step.
         seen_mask[:, length] = True
         ids = tokens_B[:, None]
-        positions = num_seen + step
+        positions = num_prompt_tokens + step
         length += 1
     return _cut_after_end(generated, ends)
 

@@ -37,8 +37,8 @@ class BufferedLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Set the layer's dtype, device and empty keys and values from those of the first pass.
 
-        This replaces transformers' own method, which copies empty tensors to the device, for which
-        the host waits.
+        This replaces transformers' own method. That method copies empty tensors to the device, and
+        the host waits for the copy.
         """
         self.dtype = key_states.dtype
         self.device = key_states.device
@@ -159,7 +159,7 @@ def copy_state(cache: Cache) -> Snapshot:
 
 
 def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
-    """Drop the last `count` tokens from a cache, and restore the recurrent states before them.
+    """Drop the last `count` tokens from a cache, and restore the saved recurrent states.
 
     Args:
         cache: the cache.

@@ -54,7 +54,8 @@ class CacheSize:
         total = 0
         for layer in self.layers:
             # Heads and states are divided between the devices, and rounded up (-(-a // b)). The
-            # layer's size is that of all its heads, so it is scaled to the heads of one device.
+            # layer's size is that of all its heads, so it is scaled to the heads of one device. The
+            # size counts numbers, the state counts bytes.
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
             total += tokens * layer.size // layer.heads * heads * itemsize

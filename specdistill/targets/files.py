@@ -286,7 +286,7 @@ def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) ->
 
 @cache
 def _build_adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator of a type or None. Building one is slow, so it is cached."""
+    """Return pydantic's validator for a type or null. Building one is slow, so it is cached."""
     return TypeAdapter(kind | None)
 
 
@@ -330,8 +330,8 @@ class TargetIdentity:
         name_or_path: pico, a folder or a Hub id.
         revision: the commit of a Hub id; None for a folder.
         adapter: folder or Hub id of the adapter that is merged into the weights; None without one.
-        weights: sha256 in hexadecimal of the sha256 of the weight files, the adapter's included.
-        tokenizer: sha256 in hexadecimal of the sha256 of the tokenizer files.
+        weights: the sha256 of the hashes of all weight files, the adapter's included.
+        tokenizer: the sha256 of the hashes of the tokenizer files.
     """
 
     name_or_path: str

@@ -321,8 +321,8 @@ class FrozenTarget:
             aux_layers: the auxiliary layers whose hidden states are returned.
             position_ids_BT: [B, T]. In packed rows, position ids that start again at 0 separate
                 the documents (`specdistill.targets.packed_rows`).
-            documents: the places of these documents, if they are known. Otherwise they are searched
-                in the position ids, for which the host waits for the device.
+            documents: the places of these documents; None: find them in the position ids, which
+                makes the host wait for the device.
             attention_mask: replaces the causal mask. It is [B, 1, T, S] over the S cached and new
                 positions, and is added to the scores; or a dictionary with one such mask for each
                 kind of layer.
@@ -355,7 +355,7 @@ class FrozenTarget:
         if position_ids_BT is None:
             return self._run_layers(aux_layers, {"input_ids": input_ids_BT})
 
-        # Packed rows are given to the model in the way that keeps its documents apart. This may
+        # Packed rows are given to the model in the way that keeps their documents apart. This may
         # join all rows to one, so the features get their shape [B, T, D] back.
         inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
         documents = Documents.from_positions(position_ids_BT) if documents is None else documents

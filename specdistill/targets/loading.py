@@ -153,8 +153,8 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
             expected="the missing package installed, another checkpoint, or another target.attn",
         ) from error
     except READING_ERRORS as error:
-        # transformers asks for consent to run remote code with a ValueError. Only the target has a
-        # recipe key to give it.
+        # With a ValueError, transformers asks for consent to run remote code. A recipe can give
+        # this consent only for the target.
         if "trust_remote_code" in str(error):
             consent = (
                 "target.trust_remote_code=true, if you have read that code, or "
@@ -197,7 +197,8 @@ def read_causal_lm(
         dtype: the dtype of the weights, by its name in torch.
         attn: the attention implementation; None for the default of the class.
         trust_remote_code: run the repository's own code.
-        shard: how the processes of a launch share the model. A single process holds it whole.
+        shard: `layers` divides the decoder layers between the processes of a launch; with `none`
+            each process holds the whole model, and so does a single process.
         device_map: the device, or a map of devices, as transformers takes it.
         layers_on_disk: leave the weights of the decoder layers in their files, and read them
             whenever the layers are run. Only for weights in floating point.
@@ -214,7 +215,8 @@ def read_causal_lm(
     """
     # Find the files, and a safetensors copy of a GGUF file.
     hide_bars_of_transformers()
-    is_gguf = split_gguf(path)[1] is not None
+    _, gguf_name = split_gguf(path)
+    is_gguf = gguf_name is not None
     find_copy = (lambda file: convert_gguf(file, dtype, key=key)) if cache else (lambda _: None)
     folder, options = _locate_model(path, key, revision, trust_remote_code, find_copy)
     expected = (GGUF if is_gguf else TARGETS) + (
@@ -280,10 +282,14 @@ def _check_can_quantize(kind: str, is_gguf: bool, is_quantized: bool, dtype: str
         dtype: the dtype that weights are loaded in.
     """
     if is_gguf or is_quantized or dtype != "bfloat16":
+        obstacle = f"target.dtype={dtype}"
+        if is_gguf:
+            obstacle = "a GGUF file"
+        elif is_quantized:
+            obstacle = "a quantized checkpoint"
         raise UserError(
             "target.quantization",
-            got=f"{kind} with"
-            f" {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}",
+            got=f"{kind} with {obstacle}",
             expected="null, or a checkpoint in floating point and target.dtype=bfloat16",
         )
 

@@ -89,11 +89,12 @@ def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
         max_length * (HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * widest)
         + LOGITS_COPIES * config.vocab_size
     )
-    return int(itemsize * numbers + _cache_size(model).num_bytes(max_length, 1, itemsize))
+    cache_bytes = _cache_size(model).num_bytes(max_length, batch_size=1, itemsize=itemsize)
+    return int(itemsize * numbers + cache_bytes)
 
 
 def _cache_size(model: PreTrainedModel) -> CacheSize:
-    """Return the size of a model's KV cache; no layers, so 0 bytes, if it cannot be computed."""
+    """Return the size of a model's KV cache; a size of 0 bytes if it cannot be computed."""
     # A second model of the same class is built on the meta device, without weights.
     try:
         with torch.device("meta"):

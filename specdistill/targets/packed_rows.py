@@ -346,7 +346,7 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs whose attention is to be replaced to train a model on packed rows.
+    """Return the configs whose attention must be replaced when a model trains on packed rows.
 
     They are passed to `replace_attention`, and the model then gets the inputs that
     `build_length_inputs` returns.
@@ -364,8 +364,8 @@ def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return the configs whose attention can be replaced by one without masks over a KV cache.
 
-    They are passed to `replace_attention`. Whether the replaced attention is right is tried out on
-    a few tokens.
+    They are passed to `replace_attention`. A pass over a few tokens checks that the replaced
+    attention is right.
 
     Returns:
         The configs; empty for a class whose attention uses more than causality, a sliding window

@@ -65,13 +65,13 @@ def shard_class(
         raise UserError(
             KEY,
             got="layers outside of a group of processes",
-            expected="none, or a training script started by `accelerate launch`",
+            expected="target.shard=none, or a training script started by `accelerate launch`",
         )
     if is_quantized:
         raise UserError(
             KEY,
             got="layers with a quantized checkpoint",
-            expected="none, or a checkpoint in floating point",
+            expected="target.shard=none, or a checkpoint in floating point",
         )
 
     # An auto class does not tell which class it will load, so the model is built once without
