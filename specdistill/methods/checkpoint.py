@@ -94,8 +94,8 @@ def write_draft(folder: Path, config: RawConfig, tensors: Mapping[str, Tensor]) 
 def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str, Tensor]) -> None:
     """Write the config.json and weights of a head in the form that an engine loads.
 
-    Some engines expect the target's embedding among the head's weights. It is added for them,
-    unless the head has an embedding of its own.
+    Some engines expect the target's embedding among the head's weights. For them the embedding is
+    added, unless the head has one of its own.
 
     Args:
         output: the folder to write.

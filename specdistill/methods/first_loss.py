@@ -1,10 +1,10 @@
 """Check the loss that a draft begins with, and make it small for a fresh draft.
 
 A draft that guesses evenly among its W tokens has a loss of at most ln W. A fresh draft can begin
-far above that. It borrows the target's head, which is as sure of the directions of random layers as
-of the target's own. The weights of Gemma's final norm average 26, and first losses were 30 times ln
-W. So the loss is measured before training. If it is too large, the output of a fresh draft is
-scaled down until the draft guesses nearly evenly. From there it learns at once.
+far above that. It borrows the target's head, and this head is as sure about the output of random
+layers as about the target's own. The weights of Gemma's final norm average 26, and first losses
+were 30 times ln W. So the loss is measured before training. If it is too large, the output of a
+fresh draft is scaled down until the draft guesses nearly evenly. From there it learns at once.
 
 For targets with an ordinary output scale, a first loss of 1.2 to 1.5 ln W is kept (measured on the
 shipped target pico). Scaling down gave a lower loss in the first steps but a lower acceptance

@@ -141,7 +141,8 @@ def resolve_mask(
     if is_first():
         logger.warning(
             f"{key}: {name}, {reason}. The draft cannot tell these tokens from tokens that it has"
-            f" to fill in. {KEY}={free_token} occurs {counts[free_token]:,} times."
+            f" to fill in. The most suitable token, {KEY}={free_token}, occurs"
+            f" {counts[free_token]:,} times."
         )
     return mask
 

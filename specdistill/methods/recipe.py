@@ -172,7 +172,7 @@ class TrainedRecipe(Recipe):
     """The recipe of a method that is trained: also its data, its draft and its loss.
 
     Attributes:
-        FRESH: values of `draft.init` with which no weights are taken from elsewhere.
+        FRESH: values of `draft.init` that take no weights from elsewhere.
     """
 
     FRESH: ClassVar[tuple[str | None, ...]] = (None,)
@@ -418,8 +418,9 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
     """Return the keys of `eval:` that only some methods have, to define options of a command.
 
     Args:
-        condition: the condition under which the keys have an effect. It replaces their own, which
-            read keys that not every command has, such as `eval.engine`. None: their own.
+        condition: the condition under which the keys have an effect. It replaces the keys' own
+            conditions, which read keys that not every command has, such as `eval.engine`. None:
+            keep their own conditions.
 
     Returns:
         Type and field of each key by name, as pydantic's `create_model` takes them.

@@ -52,8 +52,8 @@ class ModelShape:
 def read_model_shape(config: PreTrainedConfig | SimpleNamespace) -> ModelShape:
     """Return the sizes of a Llama-like decoder from its Hugging Face config.
 
-    A config may leave out the key/value heads, which are then as many as the attention heads, and
-    the head size, which is then hidden size / attention heads.
+    A config may leave out two sizes. There are then as many key/value heads as attention heads, and
+    the head size is hidden size / attention heads.
     """
     return ModelShape(
         num_layers=config.num_hidden_layers,

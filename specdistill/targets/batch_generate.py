@@ -408,7 +408,7 @@ def _generate_part(
         generated[row_number, step] = tokens_B
         ended |= torch.isin(tokens_B, ends)
 
-        # From time to time, stop if nearly all rows have ended, or drop those that have.
+        # From time to time, stop if nearly all rows have ended, or drop the rows that have ended.
         if step % STEPS_BETWEEN_END_CHECKS == STEPS_BETWEEN_END_CHECKS - 1:
             unfinished = (~ended).nonzero().flatten()
             if len(unfinished) <= STOP_SHARE * num_rows:

@@ -35,7 +35,7 @@ class BufferedLayer(DynamicLayer):
     _buffers: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Set the layer's dtype, device and empty keys and values from those of the first pass.
+        """Take dtype and device from the first pass, and begin with empty keys and values.
 
         This replaces transformers' own method. That method copies empty tensors to the device, and
         the host waits for the copy.

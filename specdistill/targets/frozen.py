@@ -123,7 +123,7 @@ class Features:
         return self.from_tensors(feature[row_B1, position_BF] for feature in self.tensors)
 
     def rows(self, index: Sequence[int]) -> "Features":
-        """Return the features of some rows of the batch, which are given by their numbers."""
+        """Return the features of the rows of the batch that have these numbers."""
         # The numbers are copied to the device once, and not once for each tensor.
         index_B = torch.tensor(index, device=self.last_hidden.device)
         return self.from_tensors(feature[index_B] for feature in self.tensors)

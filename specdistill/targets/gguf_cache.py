@@ -27,8 +27,8 @@ from specdistill.common.hashes import hash_file
 def use_fast_metadata() -> Iterator[None]:
     """Make transformers read the metadata of each GGUF file only once while the block runs.
 
-    transformers 5.23 reads a GGUF file with the slow `gguf.GGUFReader`, again each time when it
-    needs the config, the class of the tokenizer, the class of the model or its weights. It takes no
+    transformers 5.23 reads a GGUF file with the slow `gguf.GGUFReader`. It reads the file again for
+    the config, the class of the tokenizer, the class of the model and the weights. It takes no
     reader as an argument, so the class in the package gguf is replaced by the fast `open_gguf`.
     """
     original = gguf.GGUFReader

@@ -538,7 +538,7 @@ def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenize
     """Return the longest context of a target in tokens.
 
     The config of a model without positions, or with relative positions, does not name a longest
-    context. Then it is the tokenizer's `model_max_length`.
+    context. Then the tokenizer's `model_max_length` is returned.
     """
     return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
 

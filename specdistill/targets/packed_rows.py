@@ -4,9 +4,9 @@ Several ways are tried on a few tokens, and the first one that keeps documents a
 
 The default attention of most classes, `sdpa`, is kept within documents by a mask of T x T elements.
 The first way replaces it by `attend_packed`, which gets the document boundaries instead of a mask.
-Not every class supports this. It has to get its attention from transformers by name and pass its
-keywords on to it, and it may use only causality, a sliding window and a scale. For the other
-classes, the attention of the class itself is used.
+Not every class supports this. The class has to get its attention from transformers by name and pass
+its keywords on to this attention. It may use only causality, a sliding window and a scale. For the
+other classes, the attention of the class itself is used.
 
 Shapes: B rows, T positions, S = B T, N query heads, G key/value heads, d key head size, e value
 head size, D documents.

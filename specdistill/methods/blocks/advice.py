@@ -117,8 +117,8 @@ def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
 
     Each cause is a mistake in config.json or in the weights that leaves all shapes right.
     """
-    # Some projects number the layers of a target from 0 and others from 1. So a config may mean the
-    # layers before or after those that it states.
+    # Some projects number the layers of a target from 0 and others from 1. So the right layers may
+    # be one before or one after the layers in the config.
     config = draft.config
     for offset in (1, -1):
         layers = tuple(layer + offset for layer in config.aux_layers)
@@ -129,7 +129,7 @@ def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
                 partial(configure, fields={"aux_layers": layers}),
             )
 
-    # Two switches, each of which may have been the other way in training.
+    # Two switches, each of which may have had the other value in training.
     yield Repair(
         f"sample_from_anchor is {config.sample_from_anchor}, but the draft was trained with"
         f" {not config.sample_from_anchor}",

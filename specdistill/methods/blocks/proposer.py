@@ -26,8 +26,8 @@ from specdistill.methods.feature_proposer import FeatureProposer
 class BlockProposer(FeatureProposer[BlockDraft]):
     """The proposer of a block drafter, for chains and trees.
 
-    The cache keeps keys and values of committed positions. Those of a block are forgotten after its
-    pass.
+    The cache keeps keys and values of committed positions. The keys and values of a block are
+    forgotten after its pass.
     """
 
     def __init__(self, draft: BlockDraft) -> None:

@@ -169,7 +169,7 @@ def set_weight(draft: DraftModule, name: str, weight: Tensor) -> None:
 
 
 def swap_weights(draft: DraftModule, first: str, second: str) -> None:
-    """Swap the weights of two modules of a draft, which are given by their full names."""
+    """Swap the weights of two modules of a draft, given the full names of the modules."""
     first_module = draft.get_submodule(first)
     second_module = draft.get_submodule(second)
     first_module.weight, second_module.weight = second_module.weight, first_module.weight

@@ -386,8 +386,8 @@ class TrainingTimeTest(Objective):
         has_loss = []
         feature_error = hidden.new_zeros((), dtype=torch.float32)
         for k in range(self.num_steps):
-            # Step k reads the token that step k - 1 predicts, for which training takes the true
-            # one, and the hidden state that step k - 1 returned.
+            # Step k reads the token that step k - 1 should predict (training takes the true token),
+            # and the hidden state that step k - 1 returned.
             rotary = self.draft.rotary(hidden, position_ids + k)
             normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, kv_cache)
             rows.append(gather_before(normed, loss_positions, 2 + k))

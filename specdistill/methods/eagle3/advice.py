@@ -121,7 +121,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
 
         Each cause is a mistake that leaves all shapes right, with a function that repairs it.
         """
-        # Switches that may have been the other way in training.
+        # Switches that may have had the other value in training.
         config = head.config
         yield Repair(
             f"norm_before_residual is {config.norm_before_residual}, but the head was trained with"

@@ -74,7 +74,7 @@ class ExitLayer(nn.Module):
         """Normalize hidden states and add the output of the MLP to them.
 
         Args:
-            hidden_TH: the target's hidden states [T, H] after the layer at which the exit is.
+            hidden_TH: the target's hidden states [T, H] after the exit's layer.
 
         Returns:
             [T, H], before the target's final norm.
@@ -105,7 +105,7 @@ class ExitDraft(nn.Module):
         vars(self).update(norm=target.norm, logits=target.logits)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """Turn early hidden states of the target into those from which `logits` predicts.
+        """Turn early hidden states of the target into the hidden states that `logits` reads.
 
         Args:
             hidden_TH: the target's hidden states [T, H] after its first layers.

@@ -58,8 +58,8 @@ class ExitDistillation(Objective):
             input_ids: token ids [B, T] of packed rows, which hold several documents each.
             position_ids: [B, T], positions within the documents.
             loss_positions: [R], positions of the loss tokens in the flattened rows.
-            features: the target's hidden states after the layer at which the exit is, as the only
-                auxiliary layer.
+            features: the target's hidden states after the exit's layer, as the only auxiliary
+                layer.
             soft_targets: the target's distributions of the loss tokens.
             measure: whether to also fill the metrics that cost time.
             **_: columns of the batch that are not read.

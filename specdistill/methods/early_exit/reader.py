@@ -30,7 +30,8 @@ class SplitTarget(CachedTarget):
     tokens through the other layers.
 
     Raises:
-        UserError: naming the architecture, for a target that reads differently in two parts.
+        UserError: naming the architecture, for a target that computes other hidden states if it
+            reads in two parts.
     """
 
     def __init__(self, target: FrozenTarget, exit_layer: int) -> None:

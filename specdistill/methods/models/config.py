@@ -30,7 +30,7 @@ class LoraConfig(Section):
         16, "LoRA alpha: updates are scaled by alpha / rank", ge=1, condition=LORA_IS_USED
     )
     dropout: float = option(
-        0.0, "LoRA dropout of the updates' input", ge=0, lt=1, condition=LORA_IS_USED
+        0.0, "dropout on the input of the LoRA updates", ge=0, lt=1, condition=LORA_IS_USED
     )
     target_modules: list[str] | None = option(
         None,

@@ -85,7 +85,7 @@ class Distillation(Objective):
         # Empty unless the draft reads documents by their lengths.
         self.packed_configs = find_length_configs(draft)
 
-        # transformers' Trainer reads this name. It saves a tensor that has two names once.
+        # transformers' Trainer reads this name. It then saves a tensor with two names only once.
         self._keys_to_ignore_on_save = find_repeated_names(self)
 
     @property

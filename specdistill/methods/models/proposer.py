@@ -438,8 +438,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
     def _draft_in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
         """Return the logits of all K draft steps from one pass, for a model with a mask token.
 
-        Each row is fed its tokens and then masks. The logits [B, K, W] over the W tokens that draft
-        and target share are those after the row's last token and after each mask.
+        Each row is fed its tokens and then masks. The result holds the logits after the row's last
+        token and after each mask: [B, K, W], over the W tokens that draft and target share.
 
         Args:
             feeds: the tokens that each row is fed.

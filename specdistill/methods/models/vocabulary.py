@@ -93,7 +93,7 @@ def match_vocabularies(
     token_replacements: Mapping[str, str] = MappingProxyType({}),
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
-    """Match the tokens of a draft with those of its target, and return those that both hold.
+    """Match the tokens of a draft and its target, and return the tokens that both have.
 
     The vocabulary sizes are the widths of the logits. None is returned if no translation is needed,
     because both sizes and all token ids are the same. `heterogeneous_vocab` says whether the
@@ -112,7 +112,7 @@ def match_vocabularies(
         if token_replacements:
             raise UserError(
                 replacements_key,
-                got=f"{len(token_replacements)} for a draft with the target's tokenizer",
+                got="replacements for a draft with the target's tokenizer",
                 expected="{}, because the draft reads the target's tokens as they are",
             )
         if target_vocab_size == draft_vocab_size:
@@ -151,7 +151,7 @@ def match_vocabularies(
                 f"a draft of {len(draft_ids)} tokens, none of which is among the target's"
                 f" {len(target_ids)}"
             ),
-            expected="tokens in both vocabularies",
+            expected="a draft that shares tokens with the target",
         )
 
     # Sort by the target's ids, so that the order does not depend on a tokenizer's dictionary.

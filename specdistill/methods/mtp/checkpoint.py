@@ -623,7 +623,7 @@ def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Pat
 
     Args:
         checkpoint: the checkpoint.
-        merged: the tensors that replace those of the same name, or are added, by name.
+        merged: new tensors by name. Each replaces the tensor of the same name, or is added.
         folder: the folder of the copy.
     """
     # Choose the file of each tensor: the file that has it now, or a new one.

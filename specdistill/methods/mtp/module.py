@@ -51,7 +51,7 @@ ARGUMENTS_WITHOUT_EFFECT = {"dropout", "is_causal", "output_attentions", "use_ca
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """The config of a draft, which is above all the text config of its target.
+    """The config of a draft: above all, the text config of its target.
 
     Attributes:
         vocab_size: V.
@@ -238,7 +238,7 @@ class MtpDraft(Head):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MtpDraft":
-        """Apply `fn` to all tensors, but keep those in float32 that transformers keeps in float32.
+        """Apply `fn` to all tensors, but keep float32 where transformers keeps it.
 
         PyTorch calls this function for `.to(…)` and similar. DeepSeek's routing bias, for example,
         stays in float32 when the draft changes to bfloat16.

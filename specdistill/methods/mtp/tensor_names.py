@@ -1,4 +1,4 @@
-"""Translate the names of a multi-token-prediction layer's tensors, from and to those of engines.
+"""Translate tensor names of a multi-token-prediction layer between this project and engines.
 
 The names were read in vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py and deepseek_mtp.py. Two namings
 cover what engines load: QWEN3_NEXT, and DEEPSEEK_V3, which repeats the target's embedding and head.
@@ -104,7 +104,7 @@ class Naming:
 
         The file may hold experts one by one or all in one tensor.
         """
-        # Invert the table of names. Names that it does not hold are those of the decoder layer.
+        # Invert the table of names. Names that are not in the table belong to the decoder layer.
         draft_names = {file_name: name for name, file_name in self.names.items()}
         file_tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         return merge_experts(
@@ -175,7 +175,7 @@ def find_depth_key(model_type: str) -> str:
 
 
 def has_fused_experts(names: Iterable[str]) -> bool:
-    """Return whether the names are those of experts that share one tensor."""
+    """Return whether, by these tensor names, all experts of a layer share one tensor."""
     return any(name.endswith(".experts.gate_up_proj") for name in names)
 
 

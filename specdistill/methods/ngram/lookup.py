@@ -17,8 +17,9 @@ were asked for, and no older occurrence has to be kept.
 Engines have their own rules. With `rule` they can be used here, to measure what an engine will
 accept. vLLM's rule takes the first occurrence, and what follows it up to the end of the text.
 llama.cpp's `ngram-simple` compares n = max tokens. The last of them has just been sampled and is
-never drafted. The rule takes the latest occurrence that does not begin the text, if at least n
-tokens follow it and more than n + K + 1 tokens stand before the last token of the text.
+never drafted. Of the occurrences that do not begin the text, the rule takes the latest. It drafts
+only if at least n tokens follow this occurrence, and if more than n + K + 1 tokens stand before the
+last token of the text.
 """
 
 from dataclasses import dataclass, field

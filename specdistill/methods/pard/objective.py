@@ -10,8 +10,8 @@ position of x_{t+i}. It sees the tokens of its document up to x_t, the masks 1 t
 token, and nothing else. It learns the target's distribution of x_{t+1+i}. The token itself learns
 the same with i = 0. All predictions have the same weight in the loss.
 
-The conditional drop keeps mask i for a share max(min_retention, retention ** i) of the tokens. It
-never keeps it without mask i - 1, which it reads, so chains stay whole.
+The conditional drop keeps mask i for a share max(min_retention, retention ** i) of the tokens. Mask
+i reads mask i - 1, so it is never kept without mask i - 1, and chains stay whole.
 
 The model's own forward pass runs, under an attention mask in its own dtype. The attention mask has
 4 N^2 bytes for each row in float32, and as many again for sliding windows if layers are of both

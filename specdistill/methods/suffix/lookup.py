@@ -2,12 +2,12 @@
 
 The draft is what most often followed the last tokens, in the request or in outputs of earlier ones.
 
-Let x be the sequence and the draft tokens so far. The lookup searches for the longest suffix of x,
-of `min` to `max` tokens, that was followed by a token in the request (prompt and output) or in a
-past output. If both have it, the request decides, because it is most like itself. The next draft
-token is the one that followed this suffix most often, and of several the latest. Its share of all
-tokens that followed estimates its probability. The product of the shares estimates the probability
-of the draft. The draft ends before this product falls below `min_token_prob`, or after
+Let x be the sequence and the draft tokens so far. Of the suffixes of x with `min` to `max` tokens,
+the lookup searches for the longest that was followed by a token in the request (prompt and output)
+or in a past output. If both have it, the request decides, because it is most like itself. The next
+draft token is the one that followed this suffix most often, and of several the latest. Its share of
+all tokens that followed estimates its probability. The product of the shares estimates the
+probability of the draft. The draft ends before this product falls below `min_token_prob`, or after
 `max_spec_factor` tokens for each token that agreed.
 
 Two tries hold the counts, one for the request and one for all past outputs. A round takes at most
