@@ -146,7 +146,7 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
             CLASS_ERRORS,
             key,
             f"{name}, a {type(model).__name__}",
-            "a causal language model that continues its KV cache",
+            "a causal language model that continues a sequence from its KV cache",
         ):
             # Take tokens from the middle of the vocabulary, away from special tokens at its ends.
             linear = model.get_output_embeddings()

@@ -196,7 +196,8 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
         }
         model = copy.deepcopy(model, rounded)
 
-    # Choose the attention that reads keys and values by groups of query heads.
+    # Choose the attention that reads keys and values by groups of query heads. The hook gives the
+    # LM head contiguous hidden states (see `copy_contiguous`).
     model.eval()
     if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
@@ -205,6 +206,7 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
         with (
             # Keys and values grow, so torch.compile would compile a new graph for each length.
             torch.compiler.set_stance("force_eager"),
+            # For large vocabularies, the memory of logits is freed at once.
             map_large_tensors(model.config.get_text_config(decoder=True).vocab_size),
         ):
             yield model

@@ -567,7 +567,7 @@ class TargetFiles:
             raise UserError(
                 KEY,
                 got=f"{self.name} with {name} {size}",
-                expected="the config.json of a language model",
+                expected=f"the config.json of a language model, with an integer as {name}",
             )
         return size
 

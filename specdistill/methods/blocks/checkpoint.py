@@ -281,7 +281,10 @@ def read_block_config(
         raise UserError(
             "target.model",
             got="nothing",
-            expected="the draft's config.json does not say how many layers the target has",
+            expected=(
+                "the draft's target, because the draft's config.json does not say how many layers"
+                " the target has"
+            ),
         )
 
     # Read the keys that only this method has. A file without `block_size` has blocks of 16, as

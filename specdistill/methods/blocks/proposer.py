@@ -78,7 +78,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
-        def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+        def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] after the T nodes of a level.
 
             The logits come from the slot of the next level. `grow` calls this for one level after
@@ -86,11 +86,11 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
-                rows_BT: for each node, the index of its parent in the level before.
+                parents_BT: for each node, the index of its parent in the level before.
             """
             # DSpark's correction of the logits has a state for each node of a level. The new nodes
             # take over the states of their parents.
-            slots.inherit_states(rows_BT)
+            slots.inherit_states(parents_BT)
             return slots.compute_logits(next(levels), self.map_to_target(index_BT))
 
         # The first slot gives the candidates of the first level.
@@ -164,16 +164,16 @@ class _Slots:
             draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
         )
 
-    def inherit_states(self, rows_BT: Tensor) -> None:
+    def inherit_states(self, parents_BT: Tensor) -> None:
         """Give each node of the next level of a tree the correction's state after its parent.
 
         Only the corrections of DSpark have a state.
 
         Args:
-            rows_BT: the parent of each node, as an index into the level before.
+            parents_BT: the parent of each node, as an index into the level before.
         """
         if self.state_BTE is not None:
-            self.state_BTE = gather_nodes(self.state_BTE, rows_BT)
+            self.state_BTE = gather_nodes(self.state_BTE, parents_BT)
 
     def compute_logits(self, slot: int, token_BT: Tensor | None) -> Tensor:
         """Return the logits [B, T, W] of a slot after each of T tokens drafted before it.

@@ -194,20 +194,20 @@ class HeadProposer(FeatureProposer[Head]):
         hidden_BTH = hidden_BH.unsqueeze(1)
         tree_pass = TreePass.begin_at_root(num_committed, self.device)
 
-        def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+        def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
             """Run one pass of the head; return its logits [B, T, W] after the T nodes of a level.
 
             `grow` calls this for one level after the other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
-                rows_BT: the parent of each node, as an index into the level before.
+                parents_BT: the parent of each node, as an index into the level before.
             """
             nonlocal hidden_BTH, tree_pass
             # A node sees its ancestors, and reads the hidden state that its parent returned.
-            tree_pass = tree_pass.add_level(rows_BT)
+            tree_pass = tree_pass.add_level(parents_BT)
             rotary = self.cache.begin_level(tree_pass)
-            parent_hidden_BTH = gather_nodes(hidden_BTH, rows_BT)
+            parent_hidden_BTH = gather_nodes(hidden_BTH, parents_BT)
             normed, hidden_BTH = self.draft(
                 self.map_to_target(index_BT), parent_hidden_BTH, rotary, self.cache
             )
@@ -227,15 +227,16 @@ class HeadProposer(FeatureProposer[Head]):
             next_ids_BT: the token after each position [B, T].
             hidden_BTH: the hidden states that the head reads [B, T, H].
             counts: how many of the T positions are valid in each row.
-            width: the number of tokens of the compiled graph for several tokens. 0: run without
-                compiled graphs, as for a prompt.
+            width: the number of tokens of the larger compiled graph; the other graph reads one
+                token. 0: run without compiled graphs, as for a prompt.
 
         Returns:
             Logits [B, W] over the draft's W tokens, and the next hidden states [B, H].
         """
         # Use a graph if one fits. The first pass after `begin` reads a prompt, whose length varies.
         if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
-            return self._graph.read(next_ids_BT, hidden_BTH, 1 if max(counts) == 1 else width)
+            graph_width = 1 if max(counts) == 1 else width
+            return self._graph.read(next_ids_BT, hidden_BTH, graph_width)
 
         # Rows with fewer positions than the longest are padded on the right.
         normed, next_hidden = self.draft(

@@ -268,7 +268,10 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         raise UserError(
             "target.model",
             got="nothing",
-            expected="the draft's config.json does not say how many layers the target has",
+            expected=(
+                "the draft's target, because the draft's config.json does not say how many layers"
+                " the target has"
+            ),
         )
 
     # Read the shape, which is that of a Llama, and the head's own sizes and switches. A switch may

@@ -251,7 +251,7 @@ class Distillation(Objective):
         return total, metrics_MKR.squeeze(1) * weights_R
 
     def compute_row_losses(self, logits_rV: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """Return the losses [r] of a chunk of r rows in nats, and their metrics [M, r].
+        """Return the losses [r] of a chunk of r rows in nats, and M metrics of each row, [M, r].
 
         `compute_head_loss` calls this function for each chunk.
 
@@ -265,8 +265,9 @@ class Distillation(Objective):
         if self.labels == "hard":
             losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
         else:
-            # The soft targets p are at temperature 1. To bring them to the loss's temperature,
-            # raise them to 1 / temperature and normalise them again. The clamp avoids log(0).
+            # The soft targets p are at temperature 1, over the whole vocabulary (W = V). To bring
+            # them to the loss's temperature, raise them to 1 / temperature and normalise them
+            # again. The clamp avoids log(0).
             probs_rV = soft.probs_rW
             if self.temperature != 1.0:
                 probs_rV = (

@@ -358,23 +358,23 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         levels = itertools.count(1)
         step = TreePass.begin_at_root(num_cached, self.draft.device)
 
-        def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+        def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] of the children of T nodes of each tree's last level.
 
             Args:
                 index_BT: [B, T], the tokens of the nodes, as indices into the W shared tokens.
-                rows_BT: [B, T], the index of each node's parent in the level before.
+                parents_BT: [B, T], the index of each node's parent in the level before.
             """
             nonlocal step
             # With masks, all nodes of a level have the same logits, which are known already:
             # `levels` counts the calls, and so the levels. Without masks, run all T nodes of each
             # row, none of which is padding.
             if self.mask_token_id is not None:
-                return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
-            step = step.add_level(rows_BT)
+                return logits_BKW[:, next(levels), None].expand(-1, parents_BT.shape[1], -1)
+            step = step.add_level(parents_BT)
             return self._compute_logits(
                 self.layers(
-                    self._select_draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step
+                    self._select_draft_ids(index_BT), [parents_BT.shape[1]] * len(parents_BT), step
                 )
             )
 

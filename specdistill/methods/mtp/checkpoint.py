@@ -209,17 +209,11 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
     )
     if prefix is None:
         # config.json may promise layers that its maker did not upload. The error then says so.
-        promises = [
-            f", though its config.json says {key} {text[key]}"
-            for key in NATIVE_KEYS
-            if text.get(key)
-        ]
+        promises = [f"{key} {text[key]}" for key in NATIVE_KEYS if text.get(key)]
+        promise = f", though its config.json says {promises[0]}" if promises else ""
         raise UserError(
             "target.model",
-            got=(
-                f"{target.name}, whose files have no layer that predicts further tokens"
-                f"{''.join(promises[:1])}"
-            ),
+            got=f"{target.name}, whose files have no layer that predicts further tokens{promise}",
             expected="a target that comes with such a layer, or draft=PATH for a trained layer",
         )
 

@@ -27,8 +27,9 @@ class NgramConfig(Section):
 
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
-        "which match is continued; specdistill: the latest, and past the end of the text its"
-        " continuation is repeated; vllm: the first; llama.cpp: as its ngram-simple does",
+        "which match is continued; specdistill: the latest (at the end of the text, the tokens"
+        " after the match are repeated); vllm: the first; llama.cpp: the match that ngram-simple"
+        " takes",
     )
     min: int = option(1, "tokens of the shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
     max: int = option(

@@ -158,9 +158,10 @@ class SuffixTrie:
                 child = Node(2, followed=1, best=follower, children={follower: child + 1})
         node.children[token] = child
 
-        # The latest token wins a tie, because >= replaces the best so far. A new node has no best
-        # token yet: then the 0 stands for a place that occurred once, which every token replaces.
-        if count_occurrences(child) >= count_occurrences(node.children.get(node.best, 0)):
+        # The latest token wins a tie, because >= replaces the best so far. A node without a best
+        # token takes any token.
+        best_place = node.children.get(node.best)
+        if best_place is None or count_occurrences(child) >= count_occurrences(best_place):
             node.best = token
         return child if isinstance(child, Node) else None
 
