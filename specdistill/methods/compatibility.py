@@ -158,7 +158,7 @@ def find_mismatches(
     elif vocab_size != target.vocab_size and not options.get("heterogeneous_vocab"):
         yield warning(
             f"the draft's vocabulary is {vocab_size} wide, the target's"
-            f" {target.vocab_size}: the same tokens, padded",
+            f" {target.vocab_size}: the same tokens with other padding",
             "engines need the same width; train from this draft (draft.init) to give it that width",
         )
 

@@ -265,7 +265,8 @@ def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes
     num_rows = batch_size
     while num_rows > 1 and choose_part_rows(num_rows, device) > most_rows:
         num_rows //= 2
-    return BatchPlan(num_rows, max(1, most_rows // choose_part_rows(num_rows, device)))
+    num_parallel = max(1, most_rows // choose_part_rows(num_rows, device))
+    return BatchPlan(num_rows, num_parallel)
 
 
 def choose_part_rows(num_rows: int, device: torch.device) -> int:

@@ -87,7 +87,9 @@ def build_attention_cache_size(
     # The window includes the query itself, so the cache keeps one token less than the window. The
     # factor of two is for keys and values.
     num_kept = None if window is None else window - 1
-    layer = LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept)
+    layer = LayerCache(
+        heads=num_key_value_heads, size=2 * num_key_value_heads * head_dim, window=num_kept
+    )
     return CacheSize((layer,) * num_layers)
 
 

@@ -572,7 +572,7 @@ def build_tiny_target(
         try:
             # The model is built without content first, to count its parameters.
             small_config = (
-                type(config).from_dict(_divide_value(config.to_dict(), "", divisor))
+                type(config).from_dict(_divide_value(config.to_dict(), name="", divisor=divisor))
                 if divisor > 1
                 else copy.deepcopy(config)
             )

@@ -67,7 +67,9 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         # The draft is built with an arbitrary mask token first, because no weight depends on it.
         build = partial(build_block_draft, self.kind, mask_token_id=0)
         load = partial(checkpoint.load_block, self.kind)
-        draft = create_or_load(recipe, target, build, load, "block_size", rows)
+        draft = create_or_load(
+            recipe, target, build, load, chain_length_key="block_size", rows=rows
+        )
 
         # Choose the mask token: that of the recipe, that of the draft in `draft.init`, the
         # tokenizer's, or a token that does not occur in texts.

@@ -94,7 +94,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
             return slots.compute_logits(next(levels), self.map_to_target(index_BT))
 
         # The first slot gives the candidates of the first level.
-        logits_B1W = slots.compute_logits(0, None)
+        logits_B1W = slots.compute_logits(slot=0, token_BT=None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 

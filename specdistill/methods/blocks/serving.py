@@ -44,7 +44,7 @@ CAUSAL = Limit(
 CAUSALITY = Limit(
     "causal slots without a window, or a window without causal slots",
     lambda draft: draft.is_causal != (draft.sliding_window is not None),
-    "both or neither, because SGLang makes slots causal if there is a window",
+    "both of them or neither, because SGLang makes slots causal if there is a window",
 )
 # The tensors that vLLM loads for a block drafter. All layers have the same ones: Llama's, and norms
 # of query and key heads.

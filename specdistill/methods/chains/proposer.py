@@ -168,7 +168,7 @@ class HeadProposer(FeatureProposer[Head]):
                 counts = [1] * len(counts)
             # A round adds at most 1 + k tokens: k accepted ones and the target's own. After rounds
             # in which a lookup proposed, there may be more, which are read without a graph.
-            logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, 1 + k)
+            logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, width=1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW
 
@@ -190,7 +190,7 @@ class HeadProposer(FeatureProposer[Head]):
         # gives the candidates of the first level. Graphs are compiled for chains only, so it runs
         # without them (width 0).
         next_ids, hidden, num_committed = self._gather_fresh(state)
-        logits_BW, hidden_BH = self._run_head(next_ids, hidden, state.num_fresh, 0)
+        logits_BW, hidden_BH = self._run_head(next_ids, hidden, state.num_fresh, width=0)
         hidden_BTH = hidden_BH.unsqueeze(1)
         tree_pass = TreePass.begin_at_root(num_committed, self.device)
 

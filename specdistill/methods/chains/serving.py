@@ -38,7 +38,9 @@ OWN_EMBEDDING = Limit(
 # Which layers of the target the head reads. Engines that list states as they enter a layer have
 # none for the state after the last layer.
 NOT_THREE_LAYERS_READ = Limit(
-    "other than three auxiliary layers", lambda head: len(head.aux_layers) != 3, "three"
+    "other than three auxiliary layers",
+    lambda head: len(head.aux_layers) != 3,
+    "three auxiliary layers",
 )
 LAST_STATE_READ = Limit(
     "the state after the target's last layer",

@@ -58,7 +58,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         The training data `rows` is not needed, because the head has the target's vocabulary.
         """
         # `ttt_steps` draft steps in a row must fit into the head's sliding window, if it has one.
-        return create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps")
+        return create_or_load(recipe, target, build_eagle, load_eagle, chain_length_key="ttt_steps")
 
     def save(self, draft: EagleDraft, target: FrozenTarget, folder: Path) -> None:
         """Write a head into a folder, in the layout of SafeAILab."""

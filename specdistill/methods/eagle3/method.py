@@ -58,7 +58,9 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
 
         The draft vocabulary of a new head is the most frequent tokens of the training data.
         """
-        head = create_or_load(recipe, target, build_eagle3, load_eagle3, "ttt_steps", rows)
+        head = create_or_load(
+            recipe, target, build_eagle3, load_eagle3, chain_length_key="ttt_steps", rows=rows
+        )
         # Freeze the LM head if the recipe says so. Its weights must be useful already: those of a
         # trained head, or copied from the target. A new head of another width than the target
         # (`owns_embedding`) cannot copy them.

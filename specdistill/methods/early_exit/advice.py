@@ -53,7 +53,14 @@ class ExitAdvice(Advice[ExitDraft]):
                 exit_size, exit_size + layers_size + head_size, config.exit_layer
             ),
             # An exit has no attention.
-            sizes.ModelShape(1, config.hidden_size, config.intermediate_size, 0, 0, 0),
+            sizes.ModelShape(
+                num_layers=1,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_attention_heads=0,
+                num_key_value_heads=0,
+                head_dim=0,
+            ),
             config.vocab_size,
             f"the target's first {config.exit_layer} layers draft, and are not run again to verify;"
             " no engine serves it",

@@ -39,7 +39,7 @@ class ExitDistillation(Objective):
         self, draft: ExitDraft, divergence: Divergence, num_positions: int, temperature: float = 1.0
     ) -> None:
         """Create the objective, which trains one position with weight 1 at every token."""
-        super().__init__(draft, divergence, temperature, torch.ones(1))
+        super().__init__(draft, divergence, temperature, step_weights=torch.ones(1))
         self.num_positions = num_positions
 
     def forward(

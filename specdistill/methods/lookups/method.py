@@ -119,11 +119,11 @@ class LookupAdvice(Advice[nn.Module]):
         draft every token of the target's vocabulary.
         """
         return sizes.PlannedDraft(
-            sizes.ParameterCounts(0, 0, 0),
-            None,
-            target.text.vocab_size,
-            self.note,
-            self.published,
+            parts=sizes.ParameterCounts(parameters=0, read=0, num_layers=0),
+            shape=None,
+            vocabulary=target.text.vocab_size,
+            note=self.note,
+            published=self.published,
         )
 
 

@@ -76,7 +76,7 @@ class Distillation(Objective):
         num_positions: int = 4,
         on_policy: "OnPolicyGeneration | None" = None,
     ) -> None:
-        super().__init__(draft, divergence, temperature, torch.ones(1))
+        super().__init__(draft, divergence, temperature, step_weights=torch.ones(1))
         self.labels = labels
         self.num_positions = num_positions
         self.on_policy = on_policy

@@ -98,7 +98,14 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         full = [layer for layer in cached_layers if layer.size and layer.window is None]
         return sizes.PlannedDraft(
             parts,
-            sizes.ModelShape(1, text.hidden_size, width, 0, 0, 0),
+            sizes.ModelShape(
+                num_layers=1,
+                hidden_size=text.hidden_size,
+                intermediate_size=width,
+                num_attention_heads=0,
+                num_key_value_heads=0,
+                head_dim=0,
+            ),
             text.vocab_size,
             note,
             PUBLISHED_FIGURES if key else FRESH_LAYER_FIGURES,

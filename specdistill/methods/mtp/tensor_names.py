@@ -129,18 +129,18 @@ COPIES = {
     "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
 }
 QWEN3_NEXT = Naming(
-    "qwen3_next",
-    "mtp.",
-    "layers.0.",
-    {name: file_name for name, (file_name, _) in NAMES.items()},
-    {},
+    name="qwen3_next",
+    template="mtp.",
+    layer="layers.0.",
+    names={name: file_name for name, (file_name, _) in NAMES.items()},
+    copies={},
 )
 DEEPSEEK_V3 = Naming(
-    "deepseek_v3",
-    "model.layers.{n}.",
-    "",
-    {name: file_name for name, (_, file_name) in NAMES.items()},
-    COPIES,
+    name="deepseek_v3",
+    template="model.layers.{n}.",
+    layer="",
+    names={name: file_name for name, (_, file_name) in NAMES.items()},
+    copies=COPIES,
 )
 # Types whose checkpoints number the layer on after the target's own layers, as DeepSeek-V3 does.
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}

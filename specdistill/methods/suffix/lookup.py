@@ -61,7 +61,7 @@ class SuffixTrie:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.tokens: list[int] = []  # the tokens of all texts, with END_MARK after each ended text
-        self._root = Node(0)
+        self._root = Node(count=0)
         # The nodes of the last text's suffixes that occurred before, the longest first.
         self._open_nodes: list[Node] = []
 
@@ -153,9 +153,9 @@ class SuffixTrie:
         else:
             follower = self._read_token(child)
             if follower == END_MARK:
-                child = Node(2)
+                child = Node(count=2)
             else:
-                child = Node(2, followed=1, best=follower, children={follower: child + 1})
+                child = Node(count=2, followed=1, best=follower, children={follower: child + 1})
         node.children[token] = child
 
         # The latest token wins a tie, because >= replaces the best so far. A node without a best
