@@ -83,8 +83,8 @@ class Continuation:
 
     Attributes:
         input_ids: [1, tokens], prompt and new tokens.
-        details: tuples of scores and logits [1, V], one for each new token, as far as `generate()`
-            must return them.
+        details: `scores` and `logits`, as far as `generate()` must return them. Each is a tuple of
+            tensors [1, V], one for each new token.
         is_finished: whether a stopping criterion has ended the text.
     """
 
@@ -102,17 +102,17 @@ class Continuation:
         Stops earlier if a stopping criterion of `generate()` ends the text.
 
         Args:
-            logits_1NV: the target's logits [1, N, V], N = 1 + the number of draft tokens: after the
-                last token of the text and after each draft token.
+            logits_1NV: the target's logits [1, N, V] after the last token of the text and after
+                each of the N - 1 draft tokens.
             proposal: the draft tokens.
 
         Returns:
             The number of appended tokens.
         """
         # At each position the target's token is appended. If it differs from the draft token, the
-        # later draft tokens are rejected. None: no draft token is left, so this token is the last.
+        # later draft tokens are rejected. None stands for the position after all draft tokens.
         for index, draft_token in enumerate([*proposal.tokens, None]):
-            # Process the logits in a copy, as generate() does: some processors write into them.
+            # Process a copy of the logits, as generate() does: some processors change their input.
             logits_1V = logits_1NV[:, index].to(
                 copy=True, dtype=torch.float32, device=self.input_ids.device
             )
@@ -161,13 +161,17 @@ def choose_token(scores_1V: Tensor, proposal: Proposal, index: int) -> Tensor:
         proposal.tokens[index : index + 1],
         proposal.probabilities[index : index + 1].to(probs_1V.device),
     )
-    # Test this draft token alone, as a proposal of one token. If it is rejected, `path` is empty
+    # Test this draft token alone, as a proposal of one token. If it is rejected, `path` is empty,
     # and `other_token` replaces it. If it is accepted, `other_token` is a token after it, which is
-    # not used: the next call draws that token. So the distribution after the draft token, which
-    # verify_sampled takes as a second row, may be any; it is the first row again. None: torch's
-    # default random generator, which generate() uses, too.
-    path, other_token = verify_sampled(tested, probs_1V.expand(2, -1), None)
-    return torch.tensor([proposal.tokens[index] if path else other_token], device=probs_1V.device)
+    # not used: the next call draws that token. verify_sampled needs a distribution for the unused
+    # token, too. Any distribution will do, so the first row is repeated.
+    path, other_token = verify_sampled(
+        tested,
+        probs_1V.expand(2, -1),
+        generator=None,  # torch's default generator, which generate() uses, too
+    )
+    token = proposal.tokens[index] if path else other_token
+    return torch.tensor([token], device=probs_1V.device)
 
 
 @dataclass(frozen=True)
@@ -189,11 +193,13 @@ class Draft:
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None = None,
         synced_gpus: bool = False,
-        # generate() has read it, for stop strings and token healing
+        # Not used here: generate() itself has read it, for stop strings and token healing.
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Run in place of the loop of `generate()`, which has prepared the arguments.
+        """Generate with the draft, in place of the decoding loop of `generate()`.
+
+        `generate()` has prepared the arguments.
 
         Raises:
             UserError: for options that a draft does not support.

@@ -77,9 +77,10 @@ class Decoder:
     """Decodes one sequence, or several together, with a target and, optionally, a proposer.
 
     Args:
-        rule: verifies trees, and the chain of a sequence on its own, above temperature 0.
-        compiled: one compiled graph computes the passes over proposals, for each K and each power
-            of two of tokens. One sequence at a time, and chains only (`CompiledTarget`).
+        rule: verifies trees, and the chain of a sequence that is decoded alone, above temperature
+            0.
+        compiled: run the passes over proposals as a compiled graph, one graph for each K and each
+            size of the KV cache. One sequence at a time, and chains only (`CompiledTarget`).
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Decoder:
         sampling: Sampling = GREEDY,
         generators: Generators | None = None,
     ) -> list[Generation]:
-        """Continue each prompt up to `max_new_tokens` tokens, or a stop token, which is emitted.
+        """Continue each prompt by `max_new_tokens` tokens, or up to and including a stop token.
 
         The prompts are decoded together as one batch. The seconds of a round are divided equally
         among the sequences that took part in it, and those of the prefill among all sequences. So
@@ -195,7 +196,7 @@ class Decoder:
         If `compiled` is set, a graph is compiled for each new pair of pass length and cache size,
         and reused afterwards. Only one sequence alone can be read by such a graph.
         """
-        # A draft that runs layers of the target brings the reader, which it shares (early_exit).
+        # A draft that runs layers of the target (early_exit) has a reader, which reads for both.
         if not self.compiled or len(rows) > 1:
             return self._shared_reader or CachedTarget(self.target, self.aux_layers)
         # A pass reads the last token and the draft tokens. The cache has room for the sequence at
@@ -351,7 +352,7 @@ class Decoder:
         tokens = proposal.tokens
         path: Sequence[int]
         # The choice in float64 may lead to another branch, which has near-ties of its own. Each
-        # turn breaks at least one of them, so the loop ends.
+        # turn of the loop breaks at least one near-tie, so the loop ends.
         while True:
             if proposal.tree:
                 path, next_token = verify.follow_target_choices(tokens, proposal.tree, choices)

@@ -32,11 +32,12 @@ RotaryFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def grow_buffer(buffer: Tensor | None, new_BGTd: Tensor, size: int) -> Tensor:
-    """Return a buffer with room for `size` positions, which holds what the old buffer holds.
+    """Return a buffer with room for `size` positions, and with the content of the old buffer.
 
     Args:
-        buffer: a layer's keys or values [B, G, S, d] (rows, heads, positions, head size); None for
-            a layer that has none yet. Returned as it is if it is long enough.
+        buffer: the old buffer, a layer's keys or values [B, G, S, d] (rows, heads, positions, head
+            size); None for a layer that has none yet. A buffer that is long enough is returned as
+            it is.
         new_BGTd: new keys or values. A new buffer takes its shape and dtype from them.
         size: positions that must fit.
     """
@@ -138,8 +139,8 @@ class BatchKVCache(DynamicCache):
     def _advance(self, counts: Sequence[int]) -> None:
         """Add the numbers of new tokens to the rows' lengths, and set the size of the buffers.
 
-        `update` grows the buffers to that size. It includes at least a quarter more than needed, so
-        that they are not copied in every pass.
+        `update` grows the buffers to this size. It is at least a quarter larger than needed, so
+        that the buffers are not copied in every pass.
         """
         self._num_held = max(self.lengths)
         self._end = self._num_held + max(counts)
@@ -183,15 +184,16 @@ class BatchKVCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values, and return all that the cache holds of the layer.
 
-        The attention layers of transformers call this method. New keys and values are [B, G, T, d]
-        (rows, heads, positions, head size), all of them [B, G, S, d].
+        The attention layers of transformers call this method. The new keys and values are [B, G, T,
+        d] (rows, heads, new positions, head size). Those that are returned are [B, G, S, d], with
+        all S positions.
         """
         keys, values = self._buffers.get(layer_idx, (None, None))
         keys = grow_buffer(keys, key_states, self._size)
         values = grow_buffer(values, value_states, self._size)
         self._buffers[layer_idx] = keys, values
-        # A single row is written as one slice. Several rows begin at different slots, so each of
-        # them needs its own indices, which put positions before heads: [B, T, G, d].
+        # A single row is written as one slice. Several rows begin at different slots, so each row
+        # needs indices of its own. Indexed in this way, positions come before heads: [B, T, G, d].
         if len(self.lengths) == 1:
             keys[:, :, self._num_held : self._end] = key_states
             values[:, :, self._num_held : self._end] = value_states
@@ -250,9 +252,10 @@ class BatchKVCache(DynamicCache):
 class DraftKVCache(BatchKVCache):
     """A `KVCache` for the layers of a draft.
 
-    Attention is over all cached positions of a sequence, or the last `window` of them. Each step
-    begins with its rotary tables, from `begin_chain` or `begin_level`. One sequence alone is
-    written and read in slices, and without a mask if its queries see all positions before them.
+    Attention is over all cached positions of a sequence, or over the last `window` of them. Each
+    step begins with a call of `begin_chain` or `begin_level`, which return its rotary tables. One
+    sequence alone is written and read in slices, and without a mask if its queries see all
+    positions before them.
     """
 
     def __init__(
@@ -386,8 +389,8 @@ class DraftKVCache(BatchKVCache):
     def allocate(self, num_positions: int) -> None:
         """Allocate room for `num_positions` positions of one sequence at once.
 
-        A compiled graph needs this, because it uses the memory addresses of the buffers, so they
-        may not grow later. `update` then creates buffers of this size.
+        A compiled graph uses the memory addresses of the buffers, so the buffers must not grow
+        later. `update` creates buffers of this size.
         """
         self._reserve_angles(num_positions)
         self._size = num_positions

@@ -74,7 +74,7 @@ class LookupFirstProposer:
     def count_passes(self, k: int) -> int:
         """Return how many forward passes the draft runs for a proposal of k tokens or levels.
 
-        A lookup runs none. A proposal that is longer than the draft's limit was looked up.
+        A lookup runs none. A proposal longer than `levels`, the draft's limit, was looked up.
         """
         return self.draft.count_passes(k) if k <= self.levels else 0
 

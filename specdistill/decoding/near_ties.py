@@ -29,8 +29,8 @@ def find_near_ties(target: FrozenTarget, logits_BTV: Tensor) -> list[list[bool]]
     """Return for each row and position whether rounding may decide between the two best tokens.
 
     That is so if the two best logits differ by at most the share NEAR_TIE of the best one. Only
-    float32 targets are checked whose weights are plain, neither quantized nor sharded between
-    processes. For other targets every entry is False.
+    float32 targets with plain weights are checked: neither quantized nor sharded between processes.
+    For other targets every entry is False.
 
     Args:
         target: the model that computed the logits.
@@ -64,8 +64,8 @@ def compute_logits_in_float64(
     Raises:
         UserError: for a model class that cannot compute in float64.
     """
-    # Inference mode is turned off: weights that it converts could not be used in training later,
-    # because autograd cannot save inference tensors.
+    # Inference mode is turned off: weights that are converted in this mode could not be used in
+    # training later, because autograd cannot save inference tensors.
     experts = target.config._experts_implementation
     default_dtype = torch.get_default_dtype()
     with torch.inference_mode(False), torch.no_grad():

@@ -22,8 +22,8 @@ class DecodingState:
     """The sequences so far, as a proposer sees them.
 
     Attributes:
-        token_ids: of each row, prompt and emitted tokens. The target has processed all but the
-            last.
+        token_ids: the tokens of each row: its prompt and the emitted tokens. The target has
+            processed all but the last.
         fresh: the target's features [B, F, D] of the tokens that it processed since the last
             proposal.
         num_fresh: how many of the F positions of each row are valid.
@@ -39,7 +39,7 @@ class Proposal:
     """The draft tokens of one row and round.
 
     Attributes:
-        tokens: [K] of a chain, or those of a tree's nodes.
+        tokens: the K tokens of a chain, or the tokens of a tree's nodes.
         probabilities: [K, V], the distributions that the tokens were drawn from. None if each
             token is certain (one-hot).
         tree: the tree of the tokens, whose siblings are drawn from one distribution without
@@ -55,12 +55,12 @@ class Proposer(Protocol):
     """A draft during decoding.
 
     Attributes:
-        aux_layers: the target's layers whose hidden states it reads in addition to the last.
-        num_parameters: of its weights, without those shared with the target.
-        num_bytes: of the same weights.
-        depends_on_width: whether the token at a position depends on how many follow in the same
-            proposal, as in a block whose positions see each other. Its acceptance is then known
-            only for the K that was measured.
+        aux_layers: the target's layers whose hidden states the draft reads, besides the last layer.
+        num_parameters: the number of its parameters, without those shared with the target.
+        num_bytes: the bytes of the same parameters.
+        depends_on_width: whether the token at a position depends on how many tokens follow in the
+            same proposal, as in a block whose positions see each other. The draft's acceptance is
+            then known only for the K that was measured.
         reader: None, or for a draft that runs layers of the target: the reader that replaces the
             decoder's (see specdistill.decoding.readers), so that these layers run only once.
     """
@@ -140,7 +140,7 @@ class TreeProposer(Protocol):
 
         Args:
             state: the sequences so far, with the target features of their latest tokens.
-            shape: of the trees.
+            shape: the shape of the trees.
             sampling: temperature, top-p and top-k.
             generators: the random generator of each row.
         """

@@ -44,7 +44,7 @@ MIN_CACHE_SIZE = 256
 NUM_WARM_UP_PASSES = 3
 # Token ids of the sequence that shows whether a reader computes what the target computes. After the
 # prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
-# is a draft token, which is rejected. NEXT begins with the same root.
+# is a draft token, which is rejected. NEXT_TOKENS begins with the same root.
 PROMPT = [1, 2, 3]
 REJECTED_TOKENS = [4, 5]
 NEXT_TOKENS = [4, 6]
@@ -128,7 +128,7 @@ class CachedTarget:
         return self.target.logits(features.last_hidden), features
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted draft tokens of the last pass in the KV cache, and drop the rejected.
+        """Keep the accepted draft tokens of the last pass in the KV cache, and drop the others.
 
         Args:
             paths: for each row, the indices of the accepted draft tokens: the first tokens of a
@@ -281,9 +281,10 @@ class CompiledTarget:
         """
         target = self.target
 
-        # Read a proposal of which only the root is kept, then another token after the root. In
-        # plain decoding a pass has a single token, so the proposal is the root alone. On CUDA this
-        # is repeated, so that the compared pass replays the recorded graph.
+        # Read a proposal, keep only its root, and read another token after the root, which is the
+        # first of NEXT_TOKENS. In plain decoding a pass has a single token, so the proposal is the
+        # root alone. On CUDA this is repeated, so that the compared pass replays the recorded
+        # graph.
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):
                 self.begin([PROMPT])
@@ -311,7 +312,7 @@ class CompiledTarget:
                 KEY,
                 got=(
                     f"true for {target.name}, a {type(target.model).__name__}, which reads padded"
-                    " proposals differently"
+                    " proposals differently from unpadded ones"
                 ),
                 expected="false for this target",
             )

@@ -45,8 +45,8 @@ class Sampling:
             Probabilities [..., V] in float32.
         """
         assert not self.is_greedy
-        # The classes of transformers take [rows, V]; the last line restores the shape. They also
-        # take token ids, which these two do not read (None).
+        # The warpers of transformers take token ids, which these two do not read (None), and scores
+        # of shape [rows, V]. The last line restores the shape of the logits.
         scores = logits.float().flatten(0, -2) / self.temperature
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(None, scores)

@@ -16,8 +16,8 @@ class Round:
     Attributes:
         drafted: draft token ids; empty in plain decoding. For a tree, the accepted path and its
             continuation by first children.
-        num_accepted: accepted and emitted tokens. Those past a stop token or the length limit do
-            not count.
+        num_accepted: draft tokens that were accepted and emitted. Accepted tokens past a stop token
+            or the length limit do not count.
         emitted: the accepted tokens, then the target's own next token, cut at a stop token or the
             limit.
         num_off_path: draft tokens that are not in `drafted`: the other nodes of a tree.
@@ -72,8 +72,8 @@ class SequenceState:
                 "eval.max_new_tokens",
                 got=f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones",
                 expected=(
-                    f"a prompt of at least 1 token, and at most {target.max_length} tokens"
-                    " together, the context of the target"
+                    "a prompt of at least 1 token that fits, together with the new tokens, into the"
+                    f" target's context of {target.max_length} tokens"
                 ),
             )
         self.generator = generator

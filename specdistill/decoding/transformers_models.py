@@ -36,7 +36,7 @@ def get_layer_kinds(config: Any) -> set[str]:
     "sliding_attention", which means full attention if the config states no size of a window.
 
     Args:
-        config: of the text model.
+        config: the config of the text model.
     """
     return set(getattr(config, "layer_types", None) or ["sliding_attention"])
 
@@ -50,8 +50,8 @@ def build_attention_masks(
     finite number: minus infinity would give NaN in a row where all slots are hidden.
 
     Args:
-        config: of the text model.
-        dtype: of the masks.
+        config: the config of the text model.
+        dtype: the dtype of the masks.
         build_mask: takes a window size (None: full attention), and returns which of the S slots of
             the KV cache each of the T new tokens attends to: bool [B, 1, T, S].
     """
@@ -61,8 +61,11 @@ def build_attention_masks(
         is_visible = build_mask(windows[kind])
         zeros = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
         masks[kind] = zeros.masked_fill(~is_visible, torch.finfo(dtype).min)
-    # Models with one kind of layer take its mask, and models with several kinds a mapping.
-    return masks if len(masks) > 1 else masks.popitem()[1]
+    # Models with several kinds of layers take a mapping, and models with one kind take its mask.
+    if len(masks) > 1:
+        return masks
+    (mask,) = masks.values()
+    return mask
 
 
 def create_cache(config: Any, num_rows: int, device: torch.device) -> DynamicCache:
@@ -72,9 +75,9 @@ def create_cache(config: Any, num_rows: int, device: torch.device) -> DynamicCac
     each row advances by its own number of tokens.
 
     Args:
-        config: of the text model.
+        config: the config of the text model.
         num_rows: the number of sequences.
-        device: of the model.
+        device: the model's device.
     """
     return create_empty_cache(config) if num_rows == 1 else BatchKVCache(num_rows, device)
 
@@ -93,8 +96,8 @@ def prepare_pass(
     Args:
         cache: the model's KV cache. A `BatchKVCache` reserves slots for the new tokens.
         counts: the number of new tokens of each row. T is the largest of them.
-        config: of the text model.
-        dtype: of the masks.
+        config: the config of the text model.
+        dtype: the dtype of the masks.
         tree_pass: the nodes' ancestors and positions, if the tokens are nodes of trees.
 
     Raises:
@@ -275,8 +278,8 @@ class TransformersLayers:
 
         Args:
             ids_BT: [B, T] token ids.
-            counts: how many of the T are valid in each row.
-            level: if the tokens are a level of each row's tree.
+            counts: how many of the T tokens of each row are valid.
+            level: the nodes' ancestors and positions, if the tokens are a level of each row's tree.
         """
         # Without masks (one sequence and no tree) the model makes its own masks and positions.
         positions, masks = prepare_pass(self.cache, counts, self.config, self.backbone.dtype, level)

@@ -58,8 +58,8 @@ class Tree:
     """The shape of one tree.
 
     Attributes:
-        parents: of each node, an earlier node or ROOT. A chain is (-1, 0, 1, …). Siblings are in
-            order of preference.
+        parents: the parent of each node: an earlier node, or ROOT. A chain is (-1, 0, 1, …).
+            Siblings are in order of preference.
     """
 
     parents: tuple[int, ...]
@@ -92,9 +92,9 @@ class TreePass:
 
     Attributes:
         num_text: cached positions of each sequence. Its nodes are in the slots after them.
-        ancestors_BTF: bool, which of the F nodes in the KV cache during the pass, the T new ones
-            last, are a node's ancestors or the node itself.
-        positions: of each row's F nodes. Padding is a node that no other node sees.
+        ancestors_BTF: bool, whether each of the F nodes in the KV cache is an ancestor of each of
+            the T new nodes, or that node itself. The F nodes include the new ones, which come last.
+        positions: the positions of each row's F nodes. Padding is a node that no other node sees.
     """
 
     num_text: Sequence[int]
@@ -109,7 +109,7 @@ class TreePass:
 
         Args:
             num_text: the number of tokens in the KV cache of each sequence.
-            device: of the model.
+            device: the model's device.
         """
         # The root is the only node of the level before the first one (T = 1), so it has index 0
         # there. It has no nodes as ancestors (F = 0).
@@ -128,7 +128,7 @@ class TreePass:
         Args:
             trees: one for each row.
             num_text: the number of tokens in the KV cache of each row, without the root.
-            device: of the model.
+            device: the model's device.
         """
         # The root (node -1) has index 0, and node i has index i + 1. A node sees itself and all
         # that its parent sees. Smaller trees are padded with nodes that see only themselves.
@@ -138,7 +138,7 @@ class TreePass:
         for ancestors_NF, tree, start in zip(ancestors, trees, num_text, strict=True):
             for node, parent in enumerate(tree.parents):
                 ancestors_NF[node + 1] |= ancestors_NF[parent + 1]
-            # A node's depth is the number of its ancestors: of the nodes it sees, less itself.
+            # A node's depth is the number of its ancestors: the nodes that it sees, less itself.
             depths_N = ancestors_NF.sum(1) - 1
             positions.append((start + depths_N).tolist())
         return cls(num_text, torch.from_numpy(ancestors).to(device), positions)
@@ -443,7 +443,8 @@ def build_tree_shape(config: TreeConfig) -> TreeShape:
 def has_drawn_candidates(sampling: Sampling, tree: TreeShape | None) -> bool:
     """Return whether a draft model draws its draft tokens at random from its distribution.
 
-    It does so above temperature 0. Greedy drafts and dynamic trees consist of its best tokens.
+    It does so above temperature 0. Greedy drafts and dynamic trees consist of the model's best
+    tokens, which are not drawn.
 
     Args:
         sampling: the sampling settings.

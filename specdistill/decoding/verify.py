@@ -85,7 +85,7 @@ def verify_sampled_chain(
             target_probs_BKV.dtype
         )
 
-    # Accept a draft token if u < p / q, here multiplied by q, which may be 0. The product of the
+    # Accept a draft token if u < p / q. The test is u q < p, because q may be 0. The product of the
     # passed tests is 1 up to the first rejection.
     index_BK1 = tokens_BK.unsqueeze(-1)
     p_of_token_BK = target_probs_BKV[:, :num_draft_tokens].gather(-1, index_BK1).squeeze(-1)
@@ -140,7 +140,7 @@ def verify_sampled_tree(
     draft_probs_NV: Tensor | None,
     uniforms_N: Tensor,
 ) -> tuple[list[int], int]:
-    """Decide which path of a draft tree is accepted, so that the output follows the target.
+    """Decide which path of a draft tree is accepted; the output has the target's distribution.
 
     The module's docstring explains the method and why it is exact.
 

@@ -273,7 +273,7 @@ def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserEr
         error: the error of TrainingArguments or the Trainer.
         fields: the refused settings, by the names of fields of TrainingArguments.
     """
-    # EXCLUSIVE_FIELDS has a better text for known messages, with places for the values of fields.
+    # EXCLUSIVE_FIELDS has a better text for known messages, with placeholders for fields' values.
     values = {
         entry.name: fields.get(entry.name, entry.default)
         for entry in dataclasses.fields(TrainingArguments)
@@ -312,10 +312,10 @@ def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserErr
         return None
 
     # Try each field alone, with defaults for all others, until one gives the same message.
-    always = {**_launch_defaults(), "output_dir": fields["output_dir"]}
+    base_fields = {**_launch_defaults(), "output_dir": fields["output_dir"]}
     for name, value in fields.items():
         try:
-            TrainingArguments(**{**always, name: value})
+            TrainingArguments(**{**base_fields, name: value})
         except (ValueError, TypeError, OSError, ImportError, RuntimeError) as refusal:
             if str(refusal) == message:
                 return UserError(

@@ -217,7 +217,7 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
         # The Trainer's state names the best checkpoint so far.
         file_name = STATE
         state = read_json(folder / file_name, allow_nan=True)
-        best = Path(state["best_model_checkpoint"] or folder).name
+        best_name = Path(state["best_model_checkpoint"] or folder).name
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
     # The file is no JSON, or other JSON than expected.
@@ -225,7 +225,7 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
         return f"its {file_name} cannot be read ({error})"
 
     # The best checkpoint must be intact, too, because it is loaded at the end of the run.
-    if is_best or best == folder.name:
+    if is_best or best_name == folder.name:
         return None
-    flaw = find_corruption(folder.parent / best, is_best=True)
-    return flaw and f"of its best, {best}: {flaw}"
+    flaw = find_corruption(folder.parent / best_name, is_best=True)
+    return flaw and f"its best checkpoint, {best_name}, is damaged: {flaw}"

@@ -30,7 +30,9 @@ from specdistill.training.checkpoints import find_checkpoint, saving
 
 # A number of steps. Larger integers are not exact in every reader of JSON.
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-HISTORY, CURVE = Path("run") / "history.json", "training_curve.png"  # in a run's folder
+# The files of the history and of the curves in a run's folder.
+HISTORY = Path("run") / "history.json"
+CURVE = "training_curve.png"
 # Names of metrics in the Trainer's log. The first is followed by a position in the draft, from 1.
 CUMULATIVE = "eval_cumulative_acceptance_"
 DECODED_METRIC = "eval_decoded_acceptance_length"
@@ -67,7 +69,7 @@ class History:
             `seconds` of wall time, `steps`, and `curve`: a list of [step, simulated acceptance
             length], one for each evaluation.
         """
-        # A diverged draft has no finite acceptance length, so that evaluation is left out.
+        # Evaluations of a diverged draft have no finite acceptance length, and are left out.
         points = zip(*_read_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
         return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
@@ -108,7 +110,7 @@ class History:
         Returns:
             For each evaluation, its `step` and its `rates`, one for each position in the draft.
         """
-        # A diverged draft has rates that are not numbers, so that evaluation is left out.
+        # Evaluations of a diverged draft have rates that are not numbers, and are left out.
         points = [(entry["step"], read_cumulative(entry)) for entry in self.log]
         return [
             {"step": step, "rates": rates}

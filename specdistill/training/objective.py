@@ -54,9 +54,10 @@ class SoftTargets:
     Attributes:
         hidden_RD: the target's last hidden states before the loss tokens, or [R, K, D] with K
             states for each row.
-        head: the target's.
-        ids_W: the target's ids of the draft's tokens, ascending. None: all tokens.
-        pruned: the head of these tokens alone; None where it cannot be cut.
+        head: the target's output head.
+        ids_W: the ids, in the target's vocabulary, of the tokens that the draft can propose, in
+            ascending order. None: all tokens.
+        pruned: the head of these tokens alone; None if the head cannot be pruned.
         temperature: divides the target's logits.
     """
 
@@ -87,7 +88,7 @@ class SoftTargets:
             temperature: divides the target's logits.
         """
         # The hidden state at the position before a token predicts that token.
-        hidden_RD = gather_before(last_hidden_BTD, loss_positions, 1)
+        hidden_RD = gather_before(last_hidden_BTD, loss_positions, by=1)
         # For a draft with all tokens, the whole head is also the pruned one, and needs no ids.
         if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
@@ -223,11 +224,11 @@ class Objective(nn.Module):
     """A draft together with its loss: the module that the trainer trains.
 
     A subclass defines `forward(**batch, **target_outputs, measure)`. It returns the loss, summed
-    over the loss tokens, and `StepSums`. The sum is a scalar, or has one value for each of P
-    drafted positions, each of which is then divided by its own count.
+    over the loss tokens, and `StepSums`. The sum is a scalar, or [P] with a value for each of P
+    drafted positions. The trainer then divides each value by a count of its own.
 
     Attributes:
-        ahead: positions from the first one that is read to the first one that is predicted.
+        ahead: how many tokens of its document a predicted token needs before it.
         step_weights: [K], weights of the drafted positions.
         draft: the draft. It may have `aux_layers` and `target_ids_W`, as a `Head` has. A module
             without them reads no features and has the target's tokens.
@@ -267,8 +268,8 @@ class Objective(nn.Module):
     def count_loss_tokens(self, batch: ForwardInputs) -> Tensor:
         """Count the loss tokens of a prepared batch; the trainer divides the loss by their number.
 
-        Counted are the tokens that the draft predicts at its first position. The count is a scalar.
-        In a subclass whose loss has P sums, it may be [P], one count for each.
+        By default these are the tokens that the draft predicts at its first position. The count is
+        a scalar. In a subclass whose loss has P sums, it may be [P], one count for each sum.
         """
         return select_loss_rows(
             batch["position_ids"], batch["loss_positions"], ahead=self.ahead

@@ -281,7 +281,7 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Read whether to stop the run at the end of an epoch, too.
+        """Read at the end of an epoch, too, whether the run must stop.
 
         With `train.save_strategy=epoch` or `train.eval_strategy=epoch`, the Trainer decides only
         now to save or to evaluate. Before that, it must be known whether the losses of the last
@@ -376,7 +376,7 @@ class Stopping(TrainerCallback):
         Batches do not carry row numbers, so the sampler computes the numbers again: the order of
         rows is a function of the epoch.
         """
-        # The sampler of a new loader gives the same order, once it has the step's epoch.
+        # The sampler of a new loader gives the same order once the step's epoch is set.
         loader: Any = self.trainer.get_train_dataloader()
         num_batches = len(loader) if has_length(loader) else 0
         step_batches = args.gradient_accumulation_steps

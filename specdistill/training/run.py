@@ -104,7 +104,8 @@ class TrainingRun:
         arguments: the arguments of transformers' Trainer.
         path: the run's folder.
         checkpoint: what the run resumes from; None for a new run.
-        writer: holds the lock of the folder, which one process writes from the record to the draft.
+        writer: in the process that writes the folder, holds the folder's lock from the record of
+            the inputs until the draft is saved.
     """
 
     recipe: Section
@@ -192,8 +193,8 @@ class TrainingRun:
             UserError: if the run is resumed, and was started with other facts.
         """
         # Lock the folder, because only one run may write into it. One process locks the folder, and
-        # the others wait until it has. If an earlier run was killed there, a warning suggests to
-        # lower the key `saves_memory`.
+        # the others wait for it at the barrier. If an earlier run was killed in this folder, a
+        # warning suggests lowering the key `saves_memory`.
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(

@@ -29,7 +29,7 @@ class CheckedAnswer:
     Attributes:
         answer: the answer.
         text: its text.
-        is_text: whether it continues a text, and is no turn of a conversation.
+        is_text: whether the answer continues a text. Otherwise it is a turn of a conversation.
         special: token ids that only the chat template writes.
     """
 
@@ -81,8 +81,8 @@ class AnswerCounts:
         kept: answers that were kept.
         cut: answers in conversations that were kept although the length limit cut them.
         filtered: answers that were filtered, by the first rule that they broke.
-        examples: the first answer that each rule filtered, by its end or its error, for a person to
-            look at.
+        examples: for each rule, the end or the error of the first answer that it filtered, for a
+            person to look at.
     """
 
     kept: int = 0

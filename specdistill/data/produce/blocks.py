@@ -37,8 +37,8 @@ TOKENS = 2**17
 MIN_BLOCK_TOKENS = 2**10  # A small job is not divided into blocks of fewer tokens.
 SMALL_JOB_BLOCKS = 4  # A small job has at most so many blocks.
 MAX_BLOCKS = 4096  # Any job has at most so many blocks, each with files of its own.
-# `row` is a hash of the source's row that a prompt comes from. Documents are divided into splits by
-# it. `asked` is a user's prompt that the target generated.
+# `row` is a hash of the source's row that a prompt comes from. By this hash, documents are divided
+# into splits. `asked` is a user's prompt that the target generated.
 BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}
 
 

@@ -195,7 +195,9 @@ def remove_overlaps(
             aside.write_text(content, encoding="utf-8")
             os.replace(aside, path)
         if overlaps:
-            counts = Counter(str(row["of"]).partition(":")[0] for row in overlaps).most_common()
+            # `of` names a prompt by its suite and its id, as in "suite: id".
+            suite_names = [str(row["of"]).partition(":")[0] for row in overlaps]
+            counts = Counter(suite_names).most_common()
             suites_note = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in counts)
             logger.info(
                 f"Removed {len(overlaps):,} of {num_rows:,} rows that overlap evaluation prompts"
@@ -226,6 +228,7 @@ def remove_overlaps(
             else replace(source, rows=source.rows.select(rows).flatten_indices())
             for source, rows in zip(sources, kept_rows, strict=True)
         ]
+    # `+` leaves out a count of 0.
     return kept_sources, +Counter(contaminated=len(overlaps))
 
 
@@ -244,12 +247,13 @@ def _find_overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> list[d
             for position, row in enumerate(source.rows):
                 overlap = index.find_overlap(row)
                 if overlap:
+                    prompt_name, shared_words = overlap
                     overlaps.append(
                         {
                             "source": number,
                             "row": position,
-                            "of": overlap[0],
-                            "shared": overlap[1],
+                            "of": prompt_name,
+                            "shared": shared_words,
                         }
                     )
                 advance()

@@ -70,8 +70,8 @@ LOCK = "lock"
 FREE_DISK_HINT = (
     "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
 )
-# The largest difference of stored from computed features, as a share of the vector's norm. Rounding
-# changes a vector by less; the features of another layer differ by more.
+# The largest difference between stored and computed features, as a share of the vector's norm.
+# Rounding changes a vector by less; the features of another layer differ by more.
 MAX_RELATIVE_DIFFERENCE = 0.1
 
 
@@ -120,7 +120,8 @@ def open_feature_store(
     if isinstance(config, OnlineStates):
         return None
 
-    # The origin records what the features depend on: the target, the dtypes and the layers.
+    # The origin records what the features depend on: the target, the dtypes and the layers. In
+    # `computed`, "bfloat16 under float16" means a bfloat16 target under float16 mixed precision.
     identity = target.identity
     computed = " in ".join(name for name in (target.quantization, target.dtype) if name)
     computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"

@@ -117,11 +117,11 @@ class GenerationEstimate:
         # The cost of all answers is in proportion to the tokens that were generated so far. On the
         # disk, answers also take PREPARED_BYTES per token when they are packed into rows.
         sample = Cost(
-            self.answers,
-            self.tokens,
-            self.generated,
-            self.num_bytes + PREPARED_BYTES * self.tokens,
-            seconds,
+            rows=self.answers,
+            tokens=self.tokens,
+            loss_tokens=self.generated,
+            num_bytes=self.num_bytes + PREPARED_BYTES * self.tokens,
+            seconds=seconds,
         )
         basis = f"{self.answers:,} answers in {seconds:.1f} s"
         folder = cache_folder(self.job.config.cache_dir)
@@ -275,14 +275,15 @@ def generate_block(
     """
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
-            # Divide the tokens that are missing among the streams that still have tasks.
-            # `output.num_wanted` is how many tokens there should be after the current stream. It
-            # is enough if the share MIN_FILL of them is there; `output.num_missing` is 0 then.
-            num_missing = num_tokens - output.tokens / MIN_FILL
-            output.num_wanted = num_tokens - num_missing
+            # Divide the tokens that are left among the streams that still have tasks.
+            # `output.num_wanted` is how many tokens there should be after the current stream. The
+            # share MIN_FILL of them is enough, so a token counts as 1 / MIN_FILL tokens.
+            # `output.num_missing` is 0 when there are enough.
+            num_left = num_tokens - output.tokens / MIN_FILL
+            output.num_wanted = num_tokens - num_left
             total_share = sum(stream.share for stream in remaining)
             for stream in remaining:
-                output.num_wanted += stream.share / total_share * num_missing
+                output.num_wanted += stream.share / total_share * num_left
                 if output.num_missing:
                     num_answered = _answer_tasks(stream.tasks, backend, answer_file, output)
                     stream.tasks = stream.tasks[num_answered:]
@@ -492,15 +493,18 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
 
     # Special tokens in the middle of an answer break a rule, except the special tokens around
     # reasoning and tool calls.
-    decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, {})
+    decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, template={})
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 
     def pair_with_text(task: GenerationTask, answer: Answer) -> CheckedAnswer:
         """Decode an answer for the rules; without rules, leave its text empty to save time."""
         text = decoder.text(answer.token_ids) if rules else ""
-        return CheckedAnswer(answer, text, not task.prompt.messages, special)
+        is_text = not task.prompt.messages
+        return CheckedAnswer(answer, text, is_text=is_text, special=special)
 
-    return BlockOutput(rules, pair_with_text, plan.config.loss_mask == "all", advance)
+    return BlockOutput(
+        rules, pair_with_text, all_tokens=plan.config.loss_mask == "all", advance=advance
+    )
 
 
 def _generate_own_prompts(

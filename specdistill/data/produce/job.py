@@ -111,10 +111,10 @@ class Job:
         return SuiteIndex(load_suites(self.config.decontaminate, self.measured_on))
 
     def load_target(self, target: RowTarget) -> "Job":
-        """Return a copy of this job, whose target has its weights loaded.
+        """Return a copy of this job for the same target with its weights loaded.
 
         Args:
-            target: the same target as before, with its weights.
+            target: the target with its weights.
         """
         # If the sources were already read, copy them, too, so that they are not read twice.
         # `cached_property` stores its value in the dictionary of the instance.

@@ -262,7 +262,13 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
 
     # Leave out the documents that cannot be packed, and the near duplicates.
     source_names = ", ".join(list_source_names(job.config.source))
-    indices = select_usable(documents, False, job.config.max_length, filtered, source_names)
+    indices = select_usable(
+        documents,
+        may_cut=False,
+        max_length=job.config.max_length,
+        filtered=filtered,
+        source=source_names,
+    )
     indices = indices[~is_near_duplicate[indices]]
 
     # Divide the documents into training and validation. The column `row` is a hash of the source's
@@ -388,10 +394,16 @@ def _collect_from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], lis
         read_array(documents, name) for name in ("is_text", "source", "row", "hash")
     )
 
-    # Leave out the documents that cannot be packed.
+    # Leave out the documents that cannot be packed. Conversations may not be cut any further.
     filtered = Counter(counts)
     source_names = ", ".join(list_source_names(config.source))
-    indices = select_usable(documents, is_text, config.max_length, filtered, source_names)
+    indices = select_usable(
+        documents,
+        may_cut=is_text,
+        max_length=config.max_length,
+        filtered=filtered,
+        source=source_names,
+    )
 
     # Hold out some rows for validation. A long row was cut into several documents, which all must
     # be in the same split. So number the rows of all sources consecutively, and decide for each
@@ -441,7 +453,8 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
     # Each split needs a row. If hashes decide, equal rows count as one.
     distinct = np.unique(hashes)
     is_sample = config.validation_split == "sample"
-    if (len(hashes) if is_sample else len(distinct)) < 2:
+    num_candidates = len(hashes) if is_sample else len(distinct)
+    if num_candidates < 2:
         raise UserError(
             "data.source",
             got="a single usable row"

@@ -151,7 +151,8 @@ def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
         summary = " ".join(docstring.split("\n\n")[0].split())
 
         # Take the lines before and after the docstring, which is the first statement of the body.
-        # Remove the indentation that a method has inside its class.
+        # Remove the indentation that a method has inside its class. Lines with less indentation,
+        # such as those of a multi-line string, stay as they are.
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
         indent = node.col_offset

@@ -38,7 +38,7 @@ START_PATTERNS = (
 # Share of the tokens that conversations give if a block has both conversations and texts. Answers
 # are shorter than texts, so most documents are conversations even at this share.
 CHAT_SHARE = 1 / 3
-SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth generating
+SHORT_ROW = 256  # texts are continued to at least so many tokens, prompt included, if a row allows
 SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
 # So many prompts are sorted by length together, so that the prompts of a batch have similar lengths
 # and need little padding. Then parts of PART prompts are shuffled, so that lengths are mixed over
@@ -246,8 +246,8 @@ def make_prompts(
         (prompts of conversations, prompts of texts).
     """
     # A source's share of the prompts is its weight in the recipe times its number of rows. A source
-    # `self`, for which the target generates the prompts, has no rows. Instead count its prompts in
-    # all blocks, which are about as many in each block.
+    # `self`, for which the target generates the prompts, has no rows. Count its prompts in all
+    # blocks instead: each block has about as many as this one.
     num_self_rows = {
         number: len(prompts) * plan.block.num_blocks for number, prompts in self_prompts.items()
     }
@@ -290,7 +290,8 @@ def _split_source(
     """Yield the prompts that a block makes from one source, in parts.
 
     A block generates a share of the tokens that the recipe asks for. Each part has as many prompts
-    as the block is expected to need from this source.
+    as the block is expected to need from this source, so later parts are only needed if answers are
+    shorter than expected.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -303,14 +304,15 @@ def _split_source(
         of all sources.
     """
     # Estimate how many prompts this source's share of the block needs. Assume short answers, so
-    # that there are enough prompts: SHORT_ANSWER tokens in a conversation, and texts that are
-    # continued to the shorter of their two lengths.
+    # that there are enough prompts: SHORT_ANSWER tokens in a conversation, and texts that are all
+    # continued to the shorter of the two lengths of `choose_row_lengths`.
     block = plan.block
     config = plan.config
     source = plan.sources[number]
     weight = weights[number]
     prompt_tokens = config.generation.prompt_tokens
-    tokens_per_text = choose_row_lengths(config.max_length, prompt_tokens)[0] - prompt_tokens
+    short_length, _ = choose_row_lengths(config.max_length, prompt_tokens)
+    tokens_per_text = short_length - prompt_tokens
     num_chats = math.ceil(block.num_tokens / SHORT_ANSWER * weight / sum(weights))
     num_texts = math.ceil(block.num_tokens / tokens_per_text * weight / sum(weights))
     if not len(source.rows):  # decontamination dropped them all
@@ -437,15 +439,17 @@ def build_streams(
     if short == long or len(texts) < 2:
         planned.append((f"text{long}", texts, text_share, long))
     else:
-        # Every fourth text is continued to a whole row, or the last text if there are fewer.
+        # Every fourth text is continued to a whole row; of fewer than four texts, the last one is.
         long_texts = texts[3::4] or texts[-1:]
         short_texts = [text for number, text in enumerate(texts) if number % 4 != 3]
         if len(texts) <= 3:
             short_texts = short_texts[:-1]
-        weights = 3 * (short - prompt_tokens), long - prompt_tokens
+        short_weight = 3 * (short - prompt_tokens)
+        long_weight = long - prompt_tokens
+        total_weight = short_weight + long_weight
         planned += [
-            (f"text{short}", short_texts, text_share * weights[0] / sum(weights), short),
-            (f"text{long}", long_texts, text_share * weights[1] / sum(weights), long),
+            (f"text{short}", short_texts, text_share * short_weight / total_weight, short),
+            (f"text{long}", long_texts, text_share * long_weight / total_weight, long),
         ]
 
     return [

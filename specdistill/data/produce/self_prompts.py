@@ -106,7 +106,10 @@ class Opening:
         # Render a user's turn whose content is a marker, and split the text at the marker.
         first = [] if system is None else [{"role": "system", "content": system}]
         rendered = render_chat(
-            tokenizer, [*first, {"role": "user", "content": MARKER}], True, where
+            tokenizer,
+            [*first, {"role": "user", "content": MARKER}],
+            generation_prompt=True,
+            where=where,
         )
         before, *after = rendered.split(MARKER)
         if len(after) != 1 or not before.strip():
@@ -169,8 +172,8 @@ class Opening:
         return CheckedAnswer(
             Answer([*self.ids], ids, "stop" if is_whole else "length"),
             text.strip(),
-            False,
-            self.special,
+            is_text=False,
+            special=self.special,
         )
 
 
@@ -212,7 +215,7 @@ def generate_self_prompts(
     count = block.share(source.entry.num_prompts or num_answers)
 
     # A prompt is dropped by the first of these rules that it breaks. The rule on near duplicates
-    # comes last, because it remembers the prompts that it is asked about.
+    # comes last, because it remembers each prompt that it checks.
     distinct_prompts = NearDuplicates()
     rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")}
     rules.update(more_rules)
@@ -229,8 +232,8 @@ def generate_self_prompts(
         num_wanted = math.ceil((count - len(texts)) * generated_per_kept)
         num_wanted = min(num_wanted, max_generated - num_generated)
 
-        # The prompts take the openings in turn. Each block starts with another opening, because a
-        # block may want fewer prompts than there are openings.
+        # The prompts take the openings in turn. Each block starts with a different opening, because
+        # a block may want fewer prompts than there are openings.
         opened = {
             f"self{number}-{place}": openings[(place + block.number) % len(openings)]
             for place in range(num_generated, num_generated + num_wanted)
@@ -391,15 +394,15 @@ def compute_max_prompt_length(openings: Sequence[Opening], max_length: int) -> i
     Raises:
         UserError: if a prompt could have fewer than MIN_PROMPT_ROOM_TOKENS tokens.
     """
-    opened = max(opening.num_tokens for opening in openings)
-    room = min(MAX_PROMPT_TOKENS, max_length // 2 - opened)
+    template_tokens = max(opening.num_tokens for opening in openings)
+    room = min(MAX_PROMPT_TOKENS, max_length // 2 - template_tokens)
     if room < MIN_PROMPT_ROOM_TOKENS:
         raise UserError(
             "data.max_length",
             got=max_length,
             expected=(
-                f"{2 * (opened + MIN_PROMPT_ROOM_TOKENS)} or more, because half of the tokens must"
-                " hold a prompt and the text of its chat template"
+                f"{2 * (template_tokens + MIN_PROMPT_ROOM_TOKENS)} or more, because half of the"
+                " tokens must hold a prompt and the text of its chat template"
             ),
         )
     return room

@@ -251,9 +251,9 @@ class ServerBackend:
                         " answers so far and continues",
                     )
 
-                # Of the servers with less than `concurrency` requests in flight, choose the one
-                # with the shortest pause, which a server gets after a failure. If several have no
-                # pause, choose the one with the fewest requests.
+                # After a failure, a server gets a pause. Of the servers with fewer than
+                # `concurrency` requests in flight, choose the one with the shortest pause. If
+                # several have no pause, choose the one with the fewest requests.
                 free = [server for server in usable if self._in_flight[server] < self.concurrency]
                 pauses = {server: max(0.0, server.until - time.monotonic()) for server in free}
                 server = min(
@@ -378,7 +378,8 @@ def ask(
     if isinstance(choice, str):
         return Answer(context, [], "refused", choice)
 
-    # Keep the hidden states that the server wrote with its answer.
+    # Keep the hidden states that the server wrote with its answer. The server generated the last
+    # token without reading it.
     if server.states and choice.states:
         read_ids = [*context, *(choice.token_ids or ())][:-1]
         take_hidden_states(

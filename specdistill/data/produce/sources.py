@@ -574,8 +574,8 @@ def normalize_row(
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     if isinstance(present.get("question"), list):
         turns = present["question"]
-    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
-    question = next(
+    exchange_columns = next((pair for pair in EXCHANGES if present.keys() >= {*pair}), None)
+    question_column = next(
         (name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None
     )
     context = present.get("input") or present.get("context")
@@ -593,12 +593,15 @@ def normalize_row(
             yield {"text": None, "messages": messages, "tools": tools}
     elif "text" in present:
         yield {"text": check_string(present["text"], where, "text"), "messages": None}
-    elif exchange is not None:
-        messages = _build_exchange(present[exchange[0]], context, present[exchange[1]], where)
+    elif exchange_columns is not None:
+        question, answer = (present[column] for column in exchange_columns)
+        messages = _build_exchange(question, context, answer, where)
         yield {"text": None, "messages": messages}
-    elif question is not None:
-        # The target will answer the question, so it is the only message.
-        user_message, _ = _build_exchange(present[question], context, None, where)
+    elif question_column is not None:
+        # The target will answer the question, so the question is the only message.
+        user_message, _ = _build_exchange(
+            present[question_column], context, answer=None, where=where
+        )
         yield {"text": None, "messages": [user_message]}
 
 
@@ -887,7 +890,7 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
         row[name] = _convert_to_integers(row[name])
 
     # Columns such as `labels` or `attention_mask` are not used. They are an error if they seem to
-    # exclude tokens from the loss, which means if they are not all ones.
+    # exclude tokens from the loss, that is, if they are not all ones.
     ids = row[TOKENS]
     full_mask = [1] * (len(ids) if isinstance(ids, list) else 0)
     unread_masks = [
@@ -898,7 +901,7 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
     if unread_masks and "loss_mask" not in row:
         raise UserError(
             where,
-            got=f"{TOKENS} with {unread_masks[0]}, which is not read",
+            got=f"{TOKENS} with a column {unread_masks[0]} that is not read",
             expected="a loss_mask of 0 and 1 (data.columns={input_ids: input_ids, loss_mask: …}),"
             " or data.columns={input_ids: input_ids} for loss on all tokens",
         )

@@ -31,7 +31,7 @@ class TransformersBackend:
     """Generates with a model in this process.
 
     The next tasks are answered as a batch. The rows of a batch share random numbers, so its answers
-    depend on all tasks in it. They are kept all together or not at all.
+    depend on all tasks in it. The answers of a batch are kept all together or not at all.
 
     Attributes:
         model: the target.

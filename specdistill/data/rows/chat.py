@@ -60,10 +60,14 @@ def tokenize_prompt(
     Returns:
         The token ids of the prompt.
     """
-    # `True` asks for the opening of the assistant's turn. The template also writes the special
-    # tokens, so the tokenizer adds none.
+    # The generation prompt is the opening of the assistant's turn. The template also writes the
+    # special tokens, so the tokenizer adds none.
     rendered = render_chat(
-        tokenizer, _select_known_messages(messages), True, tools=tools, **template
+        tokenizer,
+        _select_known_messages(messages),
+        generation_prompt=True,
+        tools=tools,
+        **template,
     )
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -77,9 +81,9 @@ def list_turn_contexts(messages: Sequence[Message]) -> Iterator[Sequence[Message
     """Yield the messages before each turn of the assistant that the draft learns from.
 
     Each yielded context is a prompt, from which the target can generate the turn anew. The search
-    ends at the first turn without content, which is yet to be generated. If the conversation ends
-    with a message of another role, the whole conversation is yielded last, because its last answer
-    is yet to be generated.
+    ends at the first turn without content, which is yet to be generated. If the last message is not
+    a turn of the assistant, the whole conversation is yielded last, because the answer to it is yet
+    to be generated.
     """
     for number, message in enumerate(messages):
         if is_unanswered(message):
@@ -115,8 +119,8 @@ def check_prompts(
     answered = [message for message in messages if not is_unanswered(message)]
     check_expressed(tokenizer, answered, tools, where, **template)
 
-    # There must be a prompt, and the template must accept each prompt. `True` asks the template to
-    # open the assistant's turn at the end of the prompt.
+    # There must be a prompt, and the template must accept each prompt. The prompt ends with the
+    # opening of the assistant's turn (the generation prompt).
     prompts = list(list_turn_contexts(messages))
     if not prompts:
         raise UserError(
@@ -126,7 +130,14 @@ def check_prompts(
             kind=UNLEARNED,
         )
     for prompt in prompts:
-        render_chat(tokenizer, _select_known_messages(prompt), True, where, tools, **template)
+        render_chat(
+            tokenizer,
+            _select_known_messages(prompt),
+            generation_prompt=True,
+            where=where,
+            tools=tools,
+            **template,
+        )
 
 
 def answer_documents(
@@ -174,7 +185,7 @@ def answer_documents(
     documents = build_turn_documents(tokenizer, messages, tools, where, checks_turns=by_turns)
     if not by_turns:
         return documents
-    learned = [document for document in documents if document[1]]
+    learned = [(text, spans) for text, spans in documents if spans]
     if not learned:
         raise UserError(
             where,
@@ -235,11 +246,12 @@ def build_turn_documents(
 
     # Messages after the last turn of the assistant, and text that the template writes only at the
     # end of the conversation, extend the last document.
-    conversation = render_chat(tokenizer, messages, False, where, tools)
+    conversation = render_chat(tokenizer, messages, where=where, tools=tools)
     if not documents:
-        documents.append((conversation, []))
-    elif _has_prefix(conversation, documents[-1][0]):
-        documents[-1] = (conversation, documents[-1][1])
+        return [(conversation, [])]
+    last_text, last_spans = documents[-1]
+    if _has_prefix(conversation, last_text):
+        documents[-1] = (conversation, last_spans)
     return documents
 
 
@@ -300,12 +312,12 @@ def _render_turn(
         UserError: with `is_checked`, for a template that changes the content of the turn.
     """
     *before, turn = messages
-    rendered = render_chat(tokenizer, messages, False, where, tools)
+    rendered = render_chat(tokenizer, messages, where=where, tools=tools)
     start = 0
     if before:
-        # The earlier messages, with the opening of the assistant's turn (`True`) and without.
-        prompt = render_chat(tokenizer, before, True, where, tools)
-        rendered_before = render_chat(tokenizer, before, False, where, tools)
+        # The earlier messages, with the opening of the assistant's turn and without.
+        prompt = render_chat(tokenizer, before, generation_prompt=True, where=where, tools=tools)
+        rendered_before = render_chat(tokenizer, before, where=where, tools=tools)
         follows_before = _has_prefix(rendered, rendered_before)
 
         # The turn starts where the text differs from the prompt that the target read, but not
@@ -319,7 +331,7 @@ def _render_turn(
         # where the content of the turn begins.
         if start < len(prompt) and not follows_before:
             opening = prompt.removeprefix(rendered_before)
-            marked = render_chat(tokenizer, [*before, _mark_turn(turn)], False, where, tools)
+            marked = render_chat(tokenizer, [*before, _mark_turn(turn)], where=where, tools=tools)
             place = marked.partition(MARKER)[0].rfind(opening)
             turn_start = place + len(opening) if place >= 0 else len(rendered)
             rendered = prompt + rendered[turn_start:]

@@ -36,8 +36,8 @@ from specdistill.evaluation.suites.conversations import (
     shorten_text,
 )
 
-# The columns of a document. If no row can hold an exchange, a part of it is filtered. One more
-# document without tokens then records the exchange, and its `length` is the exchange's.
+# The columns of a document. If no row can hold an exchange, a part of the exchange is filtered. An
+# additional document without tokens then records it; `length` is the length of the exchange.
 DOCUMENT_COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
@@ -179,7 +179,7 @@ class Encoder:
 
         def count_tokens(turns: Sequence[Message]) -> int:
             """Return how many tokens some messages have, rendered by the chat template."""
-            rendered = render_chat(self.tokenizer, turns, False, where, tools)
+            rendered = render_chat(self.tokenizer, turns, where=where, tools=tools)
             return len(self._tokenize([rendered])["input_ids"][0])
 
         # Cut the conversation into parts that fit, and encode each part as a conversation of its
@@ -370,6 +370,7 @@ def _check_loss(encoded: Document, text: str, where: str) -> Document:
     Raises:
         UserError: if none or all of the tokens carry loss.
     """
+    # With loss on all tokens, the template is taken to have altered the turns (ALTERED).
     num_marked = int(encoded["loss_mask"].sum())
     num_tokens = encoded["length"]
     if num_marked in (0, num_tokens):

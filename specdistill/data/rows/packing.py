@@ -390,8 +390,8 @@ def count_tokens(rows: Dataset, vocab_size: int, *, with_loss: bool) -> Tensor:
     for batch in (
         rows.select_columns(["input_ids", column]).with_format("torch").iter(batch_size=1024)
     ):
-        counted = batch[column] > (0 if with_loss else PADDING_DOCUMENT)
-        counts += torch.bincount(batch["input_ids"][counted], minlength=vocab_size)
+        is_counted = batch[column] > (0 if with_loss else PADDING_DOCUMENT)
+        counts += torch.bincount(batch["input_ids"][is_counted], minlength=vocab_size)
     return counts
 
 

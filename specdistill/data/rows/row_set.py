@@ -326,9 +326,9 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a row set was finished, which its manifest shows because it is written last.
+    """Return whether a row set was finished: its manifest, which is written last, exists.
 
-    The other files are not looked at; `read_rows` checks that they are there and unchanged.
+    The other files are not looked at; `read_rows` checks that they exist and are unchanged.
     """
     return (folder / MANIFEST).is_file()
 
@@ -389,9 +389,8 @@ def compute_fingerprint(
     by_servers = isinstance(config.regenerate, ServerRegeneration)
     # Leave out settings that do not change the rows: the address and the timeout of a server. If
     # servers generate the rows, each request has its own seed, so the batch size changes nothing
-    # either. The target's quantization only matters if the target in this process generates.
+    # either.
     unhashed_settings = {"server", "timeout"} | ({"batch_size"} if by_servers else set())
-    quantization = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
     excluded = {*KEYS_WITHOUT_EFFECT_ON_ROWS, *_list_default_keys(config), *without}
 
@@ -402,11 +401,10 @@ def compute_fingerprint(
         sources.append([entry.model_dump(exclude={"source", "license"}), content])
     generation: list[object] | None = None
     if generates:
-        generation = [
-            by_servers,
-            config.regenerate.model_dump(exclude=unhashed_settings),
-            *quantization,
-        ]
+        generation = [by_servers, config.regenerate.model_dump(exclude=unhashed_settings)]
+        # The target's quantization matters if the target in this process generates.
+        if target.quantization and not by_servers:
+            generation.append(target.quantization)
 
     inputs = [
         VERSION,

@@ -16,11 +16,11 @@ when.
 
 Hidden states may also come from a vLLM server (0.32, started as docs/data.md says), both of prompts
 and of what the server generates. The server's answer names a safetensors file with `hidden_states`
-[L, layers, D] and `token_ids` [L] of the prompt. After a request with OUTPUT_STATES_REQUEST they
-are of the prompt and the completion without its last token, which the target has not read. The
-server holds a lock on a file next to it until it is complete. The files of completions wait in a
-folder of the store for the rows that their documents will be in. Their names are hashes of their
-tokens.
+[L, layers, D] and `token_ids` [L] of the prompt. After a request with OUTPUT_STATES_REQUEST the
+tensors also cover the completion without its last token, which the target has not read. The server
+holds a lock on a second file until the safetensors file is complete. The files of completions wait
+in a folder of the store for the rows that their documents will be in. Their names are hashes of
+their tokens.
 
 Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens of a row, N tokens
 of all rows.
@@ -493,7 +493,11 @@ class FeatureStore:
             shard.prefetch(index)
         # Waiting for the disk, hashing and copying release the GIL, so threads run side by side.
         with ThreadPoolExecutor(len(rows)) as pool:
-            list(pool.map(lambda row: row[0].read(*row[1:]), row_features))
+            reads = [
+                pool.submit(shard.read, index, into_ATD) for shard, index, into_ATD in row_features
+            ]
+            for read in reads:
+                read.result()  # raises the error of a damaged shard
         return {**batch, "features": features}
 
 

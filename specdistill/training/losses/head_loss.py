@@ -265,9 +265,9 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute the weighted sum of the losses, the metrics, and all gradients, block by block.
 
-        `tensors` are the rows [K, R, H] and the weight [W, H] of the head, whose product is the
-        logits. Rows and a weight of a correction may follow, whose product is added. The other
-        arguments are those of `compute_head_loss`.
+        `tensors` are the rows [K, R, H] and the weight [W, H] of the head. Their product is the
+        logits. With a correction, its rows and its weight follow, and their product is added to the
+        logits. The other arguments are those of `compute_head_loss`.
         """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
         # the logits of a block. In `tensors`, each product has first its rows, then its weight.
@@ -319,7 +319,8 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
             if bias_grad_W is not None:
                 bias_grad_W += block_logits_grad[0].flatten(0, 1).sum(0, dtype=torch.float32)
 
-        # Keep the gradients for the backward pass, which only scales them.
+        # Keep the gradients for the backward pass, which scales them and converts each of them to
+        # the dtype of its argument.
         grads = []
         for product in products:
             grads += [product.rows_grad_KRH, product.weight_grad_WH]
@@ -346,7 +347,8 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
                 # In place, because the head's gradient of a large vocabulary must not exist twice.
                 scaled_grads.append(saved_grad.mul_(grad.to(saved_grad.dtype)).to(dtype))
         bias_grad, *product_grads = scaled_grads
-        # The seven arguments between the bias and the products take no gradient.
+        # In the order of `forward`: the bias, the seven arguments from `weights_KR` to `trains`,
+        # which take no gradient, and the rows and the weight of each product.
         return bias_grad, *[None] * 7, *product_grads
 
 

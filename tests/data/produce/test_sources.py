@@ -234,10 +234,13 @@ def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"input_ids": [5.5]}, "5.5 in input_ids"),
         ({"input_ids": [[5, 6]]}, "[5, 6] in input_ids"),
         ({"input_ids": 5}, "input_ids of type int"),
-        ({"input_ids": [5, 6], "labels": [-100, 6]}, "input_ids with labels, which is not read"),
+        (
+            {"input_ids": [5, 6], "labels": [-100, 6]},
+            "input_ids with a column labels that is not read",
+        ),
         (
             {"input_ids": [5, 6], "attention_mask": [0, 1]},
-            "input_ids with attention_mask, which is not read",
+            "input_ids with a column attention_mask that is not read",
         ),
     ):
         with refused("row 0", got):
