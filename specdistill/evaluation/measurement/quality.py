@@ -99,8 +99,8 @@ def add_quality(
         if low > 0 or high < 0:
             message = (
                 f"Answers score {entry['with_draft']:.1%} with the draft and"
-                f" {entry['without_draft']:.1%} without by {name}: chance does not explain the"
-                " difference."
+                f" {entry['without_draft']:.1%} without it, by {name}: chance does not explain"
+                " the difference."
             )
             report["findings"].append({"name": "quality", "message": message})
 
