@@ -403,8 +403,8 @@ def is_looping(record: PromptRecord) -> bool:
 
     This is so if the last 48 tokens repeat with a period of at most 16 tokens.
     """
-    # 48 tokens are three periods of the longest loop. Fewer would also find loops in lists. The
-    # text has a period of n tokens if it equals itself shifted by n tokens.
+    # 48 tokens are three periods of the longest loop. With fewer tokens, lists would count as
+    # loops, too. The text has a period of n tokens if it equals itself shifted by n tokens.
     tail = record.token_ids[-48:]
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 

@@ -36,7 +36,7 @@ def format_percent(value: float | None) -> str:
 
 
 def format_signed(change: float) -> str:
-    """Format a relative change, with a minus as wide as the plus."""
+    """Format a relative change, e.g. +3.1% or −3.1%, with a minus as wide as the plus."""
     return f"{change:+.1%}".replace("-", "−")
 
 
@@ -299,7 +299,7 @@ def describe_undecided(report: Report) -> str:
     # Say how to get that many prompts: from this suite, if it has them, or from a larger one.
     suite = report["suite"]
     if needed > MAX_ESTIMATED_PROMPTS:
-        advice = "it is too close to the requirement"
+        advice = "the value is too close to the requirement"
     elif needed <= suite["num_prompts"]:
         advice = f"eval.num_prompts={needed}"
     else:
@@ -705,7 +705,8 @@ def describe_procedure(report: Report) -> str:
     )
     if is_own_decoder:
         batches = (
-            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
+            f" They were decoded {size} at a time; a prompt's times are its share of the batch's"
+            " times."
             if size > 1
             else ""
         )
@@ -725,7 +726,7 @@ def describe_procedure(report: Report) -> str:
     elif engine.get("baseline_server"):
         order = "Running servers with and without the draft were measured in alternation."
     load = (
-        f" With {size} requests in flight a prompt's time is its share of the server's."
+        f" With {size} requests in flight a prompt's time is its share of the server's time."
         if size > 1
         else ""
     )

@@ -8,8 +8,8 @@ The best draft length is found for each load that a sweep measured. It is a meas
 only the cost model knows. The model's speedup (`theory.compute_speedup_curve`) is goodput(K)
 divided by that of plain decoding. goodput(K) is the number of tokens that a round emits in its
 first K + 1 positions, over T_verify(K + 1) + T_draft(K). The model leaves out the prefill and the
-loop. So at each load its speedup is scaled by the measured K's ratio of measured to predicted
-speedup.
+loop. So at each load, the predicted speedups are multiplied by measured / predicted speedup at the
+K that was measured.
 """
 
 import math
@@ -329,7 +329,7 @@ class DraftLength(NamedTuple):
         batch_size: the load: the number of sequences decoded at once.
         k: draft tokens per round; 0 if plain decoding is faster.
         speedup: the speedup with the best draft length; at most 1 if plain decoding is faster.
-        is_measured: whether its own configuration was measured; otherwise the cost model gives it.
+        is_measured: whether the speedup was measured; otherwise the cost model predicts it.
     """
 
     batch_size: int
@@ -390,22 +390,28 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
         rows: the rows of the report that were measured at this load.
         report: the report, whose section `theory` has the predictions.
     """
-    # Collect for each K (speedup, whether it was measured). A measured speedup replaces a predicted
-    # one.
-    speedups: dict[int, tuple[float, bool]] = {}
+    # Collect the predicted and the measured speedups, by K.
+    predicted: dict[int, float] = {}
     for row in rows:
-        for k, predicted_speedup in _model_shorter_lengths(row, report):
-            speedups[k] = (predicted_speedup, False)
-    speedups |= {row["num_speculative_tokens"]: (row["speedup"], True) for row in rows}
+        predicted |= dict(_model_shorter_lengths(row, report))
+    measured = {row["num_speculative_tokens"]: row["speedup"] for row in rows}
 
     # Choose the highest speedup, after reducing the predicted ones by the margin. The margin is at
-    # least `cost_deviation`, by which the timed costs of rounds deviate from a rising curve. K = 0
-    # means that plain decoding is fastest.
+    # least `cost_deviation`, by which the timed costs of rounds deviate from a rising curve. A
+    # measured speedup replaces a predicted one.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
-    weights = {k: 1 if is_measured else 1 - margin for k, (_, is_measured) in speedups.items()}
-    best_k = max(speedups, key=lambda k: speedups[k][0] * weights[k])
-    speedup, is_measured = speedups[best_k]
-    return DraftLength(rows[0]["batch_size"], best_k if speedup > 1 else 0, speedup, is_measured)
+    reduced = {k: speedup * (1 - margin) for k, speedup in predicted.items()}
+    compared = reduced | measured
+    best_k = max(compared, key=lambda k: compared[k])
+
+    # K = 0 means that plain decoding is fastest.
+    speedup = (predicted | measured)[best_k]
+    return DraftLength(
+        batch_size=rows[0]["batch_size"],
+        k=best_k if speedup > 1 else 0,
+        speedup=speedup,
+        is_measured=best_k in measured,
+    )
 
 
 def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
