@@ -226,8 +226,8 @@ def _check_release(
         options: the options of the command.
 
     Returns:
-        The contents of the card, without the history and the changes. The reasons against the
-        release are in `overridden`. Also the files of the target.
+        The contents of the card, without the history and the changes; and the files of the target.
+        The reasons against the release are in `overridden` of the contents.
     """
     # Judge the measurement, and find the target.
     last_tag, last = find_last_release(repository, options.baseline)
@@ -241,7 +241,7 @@ def _check_release(
             expected="another repository for the draft",
         )
 
-    # Licences can refuse a release, and so can a draft that does not fit its target.
+    # A licence can speak against a release, and so can a draft that does not fit its target.
     parts = list_ingredients(release.recipe, target, base_model)
     warnings, misfits = check_release_fit(release, target)
     prohibitions = [f"licence: {reason}" for reason in list_prohibitions(parts, name)]
@@ -304,13 +304,13 @@ def find_last_release(
 ) -> tuple[str, Evidence] | tuple[None, None]:
     """Return the tag of the last release, and the report that the next release is compared with.
 
-    The report is the one that was published. Or it is a report of a newer measurement of the last
-    release, which was made with the settings of the next release.
+    By default, this report is the one that was published with the last release. With `baseline`, it
+    is that of a newer measurement of the last release, made with the settings of the next release.
 
     Args:
         repository: the repository of the releases.
-        baseline: `none` for a first release, or a report of the last release that was measured
-            again: its file or its folder. None for the report as published.
+        baseline: the file or folder of a newer report of the last release; the word `none` for a
+            first release; None for the report as published.
 
     Returns:
         The tag of the last release, and its report with the records. Both are None for the first
@@ -635,8 +635,8 @@ def list_serving_commands(
     served = Served(
         method=contents.release.method,
         output=Path(contents.repository),
-        # Engines other than llama.cpp are given a checkpoint in safetensors, which a repository of
-        # GGUF files is not.
+        # Engines other than llama.cpp need a checkpoint in safetensors. A repository of GGUF files
+        # has none.
         target=None if is_gguf else contents.base_model,
         gguf=Path(target.name).name if is_gguf else None,
         config=read_config(draft, "run"),

@@ -143,10 +143,10 @@ class Repository:
         return f"v{max(numbers, default=0) + 1}"
 
     def check_visible(self, private: bool | None) -> None:
-        """Raise UserError if an existing repository is not as private as the user asks for.
+        """Raise UserError if an existing repository is public and should be private, or vice versa.
 
         Args:
-            private: whether the repository shall be private; None if it does not matter.
+            private: whether the repository should be private; None if it does not matter.
         """
         if self.commits and private not in (None, self.private):
             raise UserError(
@@ -163,8 +163,8 @@ class Repository:
         """Compare the files of a release in a folder with the files on the Hub.
 
         Returns:
-            For each file of the folder, whether it is new, changed or the same; and for each file
-            of an earlier release that the folder lacks, that it is to be removed.
+            A change for each file of the folder: new, changed or the same; and a change, removed,
+            for each file of an earlier release that the folder lacks.
         """
         # Compare the files that the folder holds.
         changes = []
