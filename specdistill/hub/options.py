@@ -65,7 +65,7 @@ class PublishOptions(PublishConfig):
     )
     force: str | None = option(
         None,
-        "publish although the release is refused, for this reason, which the model card states",
+        "reason to publish although the release is refused; the model card states the reason",
         min_length=1,
     )
     dry_run: bool = option(

@@ -67,7 +67,7 @@ def add_quality(
             if reference is not None:
                 scored.append((record, reference))
         if not scored:
-            not_measured[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
+            not_measured[f"quality.{name}"] = f"suite {suite.name} has no prompts to score by it"
             continue
         if any(record.baseline_text is None for record, _ in scored):
             not_measured[f"quality.{name}"] = (

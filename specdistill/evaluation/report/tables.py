@@ -431,7 +431,7 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
 
-    # Estimate the costs of rounds with fewer draft tokens, at this load. `draft_ms` in the row is
+    # Estimate the costs of rounds with up to K draft tokens, at this load. `draft_ms` in the row is
     # per draft token, and here per round. A lookup takes no passes: it counts as one, so that the
     # ratio of passes is 1.
     k = theory["K"]
@@ -439,10 +439,15 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     verify_ms = row["verify_ms"]
     passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
     draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
-    costs = [
-        RoundCost(n, step_ms + (verify_ms - step_ms) * n / k, draft_ms * passes[n] / passes[k])
-        for n in passes
-    ]
+    costs = []
+    for length, num_passes in passes.items():
+        costs.append(
+            RoundCost(
+                k=length,
+                verify_ms=step_ms + (verify_ms - step_ms) * length / k,
+                draft_ms=draft_ms * num_passes / passes[k],
+            )
+        )
     cost = RoundCost(k, verify_ms, draft_ms)
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
@@ -452,8 +457,8 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row is report["results"][0]:
         curve = theory["curve"]
 
-    # The row's measured speedup may differ from the one that is predicted at K. Scale the whole
-    # curve by this ratio.
+    # The row's measured speedup may differ from the one that is predicted at K. Multiply the whole
+    # curve by the ratio of the two.
     for point in curve:
         if 0 < point["k"] < k:
             yield (

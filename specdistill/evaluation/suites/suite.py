@@ -93,7 +93,7 @@ class SuiteHeader(Section):
         {}, "name of a column in specdistill (prompt, user, …) -> its name in the prompts' file"
     )
     placeholder: str | None = option(
-        None, "rows whose prompt begins with this text are left out; null: none"
+        None, "rows whose prompt begins with this text are left out; null: no row is left out"
     )
     sweep: SweepConfig = section(SweepConfig)
     turns: Literal["last", "all"] = option(
@@ -595,7 +595,7 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
             "turns",
-            got=f"all, but prompt {row.id} has no turns of the assistant",
+            got=f"all, although prompt {row.id} has no turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
 
