@@ -591,7 +591,8 @@ def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) ->
     paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
     is_in_cache = texts.parent.name == "snapshots"
-    refuse_links(term_files, texts.parents[1] if is_in_cache else texts, "target")
+    home = texts.parents[1] if is_in_cache else texts
+    refuse_links(term_files, home, key="target")
     for path in term_files:
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
@@ -662,7 +663,7 @@ def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
     config = read_config(folder, "draft")
     tensors = Shards.open(folder, "draft").build_without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    head_shape = load_method(method).read_head_shape(config, None)
+    head_shape = load_method(method).read_head_shape(config, num_layers=None)
     findings = find_loader_problems(engine, method, head_shape, config, shapes)
     return all(finding.severity != "problem" for finding in findings)
 

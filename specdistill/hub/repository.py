@@ -139,7 +139,11 @@ class Repository:
     def next_tag(self) -> str:
         """The version tag that follows the highest of v1, v2 and so on."""
         # Tags such as v1.2 count as v1. The lookahead skips names such as v1a.
-        numbers = [int(match[1]) for tag in self.tags if (match := re.match(r"v(\d+)(?!\w)", tag))]
+        numbers = []
+        for tag in self.tags:
+            match = re.match(r"v(\d+)(?!\w)", tag)
+            if match:
+                numbers.append(int(match[1]))
         return f"v{max(numbers, default=0) + 1}"
 
     def check_visible(self, private: bool | None) -> None:

@@ -363,4 +363,8 @@ def list_differences(
         compared["K"] = (k, " or ".join(map(str, ks)))
     if "acceptance_length_vllm" not in row:
         compared["acceptance length"] = ("not measured", "a number")
-    return {name: pair for name, pair in compared.items() if pair[0] != pair[1]}
+    return {
+        name: (measured_value, published_value)
+        for name, (measured_value, published_value) in compared.items()
+        if measured_value != published_value
+    }

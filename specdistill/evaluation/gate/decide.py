@@ -261,11 +261,12 @@ def judge_again(options: GateOptions) -> Report:
         )
 
     # Judge it, and write it with its records.
-    verdict = judge(
-        rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE
+    is_first_release = baseline == FIRST_RELEASE
+    judged_report = judge(
+        rules, evidence, read_baseline(baseline, rules), first_release=is_first_release
     )
-    write_report(folder, verdict, evidence.records)
-    return verdict
+    write_report(folder, judged_report, evidence.records)
+    return judged_report
 
 
 def decide(
@@ -307,7 +308,7 @@ def decide(
         results.insert(
             0,
             _decide_rule(
-                Rule("incomplete", "equals", False),
+                Rule("incomplete", requirement="equals", threshold=False),
                 Estimate(reason=f"the run was cut short: {reason}"),
             ),
         )
@@ -315,7 +316,7 @@ def decide(
         results.insert(
             0,
             _decide_rule(
-                Rule("digest", "equals", True),
+                Rule("digest", requirement="equals", threshold=True),
                 Estimate(reason="the report or its records were changed after they were measured"),
             ),
         )
@@ -542,7 +543,8 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
         )
 
     # Compute the change and its interval from the prompts, which are the same in both reports.
-    records, old_records = _pair_records(rows[0], rows[1], evidence, baseline)
+    row, old_row = rows
+    records, old_records = _pair_records(row, old_row, evidence, baseline)
     change, bounds = compute_relative_change(
         metric,
         collect_prompt_sums(records),
@@ -717,7 +719,8 @@ def _build_change(
 
     # Estimate the change as for a rule about a regression. The threshold of the rule, 0, has no
     # effect.
-    estimate = estimate_regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
+    rule = Rule(metric, requirement="max_regression", threshold=0.0, scope=scope)
+    estimate = estimate_regression(rule, evidence, baseline)
     change_document = {
         "change": estimate.value,
         "ci95": estimate.interval and list(estimate.interval),

@@ -291,13 +291,14 @@ def measure(
     # Measure every configuration, unless an interrupted measurement has finished it.
     own_results = []
     for number, plan in enumerate(own_plans, start=1):
+        is_main = number == 1
         fingerprint = cache.compute_fingerprint(plan)
         result = cache.load_result(fingerprint)
         if result is None:
             if len(plans) > 1:
                 logger.info(f"Measuring configuration {number} of {len(plans)}")
             result = measure_configuration(
-                target, proposers, suite, plan, cache, is_main=number == 1, num_draws=num_draws
+                target, proposers, suite, plan, cache, is_main=is_main, num_draws=num_draws
             )
             cache.save_result(fingerprint, result)
         own_results.append(result)

@@ -501,8 +501,9 @@ def format_measured(rule: RuleDocument) -> str:
         else:
             text, unit = format_in_unit(rule["metric"], value)
         texts.append(text)
-    interval = f" ({texts[1]} to {texts[2]})" if rule["ci95"] else ""
-    return f"{texts[0]}{unit}{interval}"
+    value_text, *ends = texts
+    interval = f" ({' to '.join(ends)})" if ends else ""
+    return f"{value_text}{unit}{interval}"
 
 
 def note(rule: RuleDocument) -> str:
