@@ -437,7 +437,8 @@ def measure_started(
     """
     # Build the command that starts each server, K -> command, and the environment variables that it
     # needs. K = 0 is the server without the draft.
-    longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
+    longest_prompt = max(len(prompt.token_ids) for prompt in task.prompts)
+    longest = longest_prompt + config.max_new_tokens
     key = "eval.engine_command"
     commands = {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
     program = ENGINES[config.engine].program

@@ -290,7 +290,8 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
         # Add up the times of all prompts on this side: plain decoding, whose columns begin with
-        # "baseline_", or decoding with the draft, whose columns have no such prefix.
+        # "baseline_", or decoding with the draft, whose columns have no such prefix. (With the
+        # empty prefix all columns match, but only those of the draft are read below.)
         total = {
             name.removeprefix(side): float(column.sum())
             for name, column in sums.items()

@@ -386,7 +386,7 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
       absent for a server, which sends totals only.
 
-    The rates, which are absent without any draft, and None where no draft reached the position:
+    The rates are absent if nothing was drafted. A rate is None if no draft reached its position:
 
     - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
       token was accepted. A draft reaches k if its round emits at least k tokens. So a round that a
