@@ -89,7 +89,8 @@ class ModelFiles:
         key: the key that errors name.
         name: the model, as the user gave it.
         folder: the folder that the files are in, or will be in once they are fetched.
-        sizes: the bytes of each file next to config.json that a model may need, and of its pickles.
+        sizes: file name -> size in bytes, of the files next to config.json that a model may need,
+            and of its pickles.
         repository: the Hub id; None for a folder.
     """
 
@@ -111,8 +112,8 @@ class ModelFiles:
 
         Raises:
             UserError: for a name that is neither a folder nor a Hub id.
-            ResourceError: when the Hub fails, and without the Hub for a repository that is not in
-                the Hub's cache.
+            ResourceError: when the Hub fails, or when it cannot be reached and the repository is
+                not in its cache.
         """
         place = resolve(name, key)
 
@@ -159,8 +160,8 @@ class ModelFiles:
         Raises:
             UserError: if there are none, or if one that the index names is missing.
         """
-        # Several files of weights are named by their index. They need not be in the folder yet
-        # (complete=False), but the model must have them.
+        # If there are several files of weights, an index names them. They need not be in the folder
+        # yet (complete=False), but the model must have them.
         if INDEX in self.sizes:
             weight_files = Shards.open(self.folder, self.key, complete=False).files
             missing = [file for file in weight_files if file not in self.sizes]
@@ -316,8 +317,8 @@ def acquire(options: AcquireOptions) -> Path:
     Raises:
         UserError: if no draft was chosen, and, before the weights are fetched, for a draft that
             does not fit this target.
-        ResourceError: when the Hub, the disk or the cache fails, and without the Hub for missing
-            files.
+        ResourceError: when the Hub, the disk or the cache fails, or when the Hub cannot be reached
+            and files are missing.
     """
     method = options.method
     if not METHODS[method].is_trained:

@@ -48,7 +48,7 @@ class Release:
         report: the report, judged again. `write_report` writes it, so that its pages are rendered
             from it and the records.
         records: the records of the report.
-        made_for: the target that the draft records; if it records none, the recipe's.
+        made_for: the target that the draft records; if it records none, the recipe's target.
         refusals: what speaks against a release. With `force` they are listed on the card.
     """
 
@@ -144,19 +144,20 @@ def _find_mismatches(
         )
 
     # The report must be of the draft that is now in the folder.
-    measured = report["draft"].get("weights")
-    if measured != (current_hash := draft_hash(run / DRAFT)):
-        measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
+    measured_draft = report["draft"].get("weights")
+    current_hash = draft_hash(run / DRAFT)
+    if measured_draft != current_hash:
+        measured_text = measured_draft[:NUM_SHOWN_HASH_DIGITS] if measured_draft else "not stated"
         yield (
             f"other weights: the hash of the measured draft is {measured_text}, and that of"
             f" {run / DRAFT} is {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure that draft"
         )
 
     # The report must be of the recipe's target. A measurement in llama.cpp may have loaded a GGUF
-    # file that was converted from the target. Such a file has another hash, which the note tells.
-    measured = report["target"].get("weights")
-    if measured != target.weights:
-        measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
+    # file that was converted from the target. Such a file has another hash, as the note explains.
+    measured_target = report["target"].get("weights")
+    if measured_target != target.weights:
+        measured_text = measured_target[:NUM_SHOWN_HASH_DIGITS] if measured_target else "not stated"
         is_llama_cpp = report.get("engine", {}).get("name") == "llama.cpp"
         note = "it was measured in llama.cpp with another file; " if is_llama_cpp else ""
         yield (

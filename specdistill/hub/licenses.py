@@ -22,7 +22,7 @@ from specdistill.recipe.data_sources import LOADERS, SELF_SOURCE, list_entries
 
 UNKNOWN_LICENSE = "unknown"
 OTHER_LICENSE = "other"
-DATA = "training data"  # the part of a draft that its data sets are
+DATA = "training data"  # the role of data sets in a draft
 CARD = "README.md"
 # Files that a licence may demand to be passed on with the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -80,7 +80,7 @@ class Licensed:
     """A model or data set that a draft was made from, with its licence.
 
     Attributes:
-        what: the part that it has in the draft, e.g. `target` or `training data`.
+        what: its role in the draft, e.g. `target` or `training data`.
         name: its name.
         license: its licence; None if it is not known.
     """
@@ -182,8 +182,8 @@ def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[st
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
             yield f"{subject} forbids distributing works that derive from it"
 
-        # A licence may ask for a prefix of the name. Separators do not count: llama-3.1-8B begins
-        # with "Llama 3", too.
+        # A licence may ask that the name begin with a prefix. Separators in names do not count:
+        # llama-3.1-8B begins with "Llama 3", too.
         if part.terms and not _normalize_name(name).startswith(_normalize_name(part.terms.prefix)):
             yield (
                 f"{subject} asks that the repository's name begin with {part.terms.prefix}, and it"

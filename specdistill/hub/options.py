@@ -45,7 +45,7 @@ class AcquireOptions(Section):
     )
     dry_run: bool = option(
         False,
-        "list the files that would be fetched; to check them, only configs and headers are fetched",
+        "list the files that would be fetched; fetch only configs and headers, to check the draft",
     )
 
 
@@ -60,12 +60,12 @@ class PublishOptions(PublishConfig):
     tag: str | None = option(None, "tag of the release; null: the next of v1, v2, …")
     baseline: str | None = option(
         None,
-        "report to compare with: null for the report that was published with the last release; PATH"
-        " for a newer report of that release; none if this is the first release",
+        "report to compare with. null: the report that was published with the last release; a path:"
+        " a newer report of that release; the word none: this is the first release",
     )
     force: str | None = option(
         None,
-        "publish although the release is refused, for this reason, which the model card states",
+        "reason to publish although the release is refused; the model card states the reason",
         min_length=1,
     )
     dry_run: bool = option(

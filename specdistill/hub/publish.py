@@ -226,8 +226,8 @@ def _check_release(
         options: the options of the command.
 
     Returns:
-        The contents of the card, without the history and the changes. The reasons against the
-        release are in `overridden`. Also the files of the target.
+        The contents of the card, without the history and the changes; and the files of the target.
+        The reasons against the release are in `overridden` of the contents.
     """
     # Judge the measurement, and find the target.
     last_tag, last = find_last_release(repository, options.baseline)
@@ -241,7 +241,7 @@ def _check_release(
             expected="another repository for the draft",
         )
 
-    # Licences can refuse a release, and so can a draft that does not fit its target.
+    # A licence can speak against a release, and so can a draft that does not fit its target.
     parts = list_ingredients(release.recipe, target, base_model)
     warnings, misfits = check_release_fit(release, target)
     prohibitions = [f"licence: {reason}" for reason in list_prohibitions(parts, name)]
@@ -304,13 +304,13 @@ def find_last_release(
 ) -> tuple[str, Evidence] | tuple[None, None]:
     """Return the tag of the last release, and the report that the next release is compared with.
 
-    The report is the one that was published. Or it is a report of a newer measurement of the last
-    release, which was made with the settings of the next release.
+    By default, this report is the one that was published with the last release. With `baseline`, it
+    is that of a newer measurement of the last release, made with the settings of the next release.
 
     Args:
         repository: the repository of the releases.
-        baseline: `none` for a first release, or a report of the last release that was measured
-            again: its file or its folder. None for the report as published.
+        baseline: the file or folder of a newer report of the last release; the word `none` for a
+            first release; None for the report as published.
 
     Returns:
         The tag of the last release, and its report with the records. Both are None for the first
@@ -591,7 +591,8 @@ def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) ->
     paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
     is_in_cache = texts.parent.name == "snapshots"
-    refuse_links(term_files, texts.parents[1] if is_in_cache else texts, "target")
+    home = texts.parents[1] if is_in_cache else texts
+    refuse_links(term_files, home, key="target")
     for path in term_files:
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
@@ -635,8 +636,8 @@ def list_serving_commands(
     served = Served(
         method=contents.release.method,
         output=Path(contents.repository),
-        # Engines other than llama.cpp are given a checkpoint in safetensors, which a repository of
-        # GGUF files is not.
+        # Engines other than llama.cpp need a checkpoint in safetensors. A repository of GGUF files
+        # has none.
         target=None if is_gguf else contents.base_model,
         gguf=Path(target.name).name if is_gguf else None,
         config=read_config(draft, "run"),
@@ -662,7 +663,7 @@ def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
     config = read_config(folder, "draft")
     tensors = Shards.open(folder, "draft").build_without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    head_shape = load_method(method).read_head_shape(config, None)
+    head_shape = load_method(method).read_head_shape(config, num_layers=None)
     findings = find_loader_problems(engine, method, head_shape, config, shapes)
     return all(finding.severity != "problem" for finding in findings)
 

@@ -139,14 +139,18 @@ class Repository:
     def next_tag(self) -> str:
         """The version tag that follows the highest of v1, v2 and so on."""
         # Tags such as v1.2 count as v1. The lookahead skips names such as v1a.
-        numbers = [int(match[1]) for tag in self.tags if (match := re.match(r"v(\d+)(?!\w)", tag))]
+        numbers = []
+        for tag in self.tags:
+            match = re.match(r"v(\d+)(?!\w)", tag)
+            if match:
+                numbers.append(int(match[1]))
         return f"v{max(numbers, default=0) + 1}"
 
     def check_visible(self, private: bool | None) -> None:
-        """Raise UserError if an existing repository is not as private as the user asks for.
+        """Raise UserError if an existing repository is public and should be private, or vice versa.
 
         Args:
-            private: whether the repository shall be private; None if it does not matter.
+            private: whether the repository should be private; None if it does not matter.
         """
         if self.commits and private not in (None, self.private):
             raise UserError(
@@ -163,8 +167,8 @@ class Repository:
         """Compare the files of a release in a folder with the files on the Hub.
 
         Returns:
-            For each file of the folder, whether it is new, changed or the same; and for each file
-            of an earlier release that the folder lacks, that it is to be removed.
+            A change for each file of the folder: new, changed or the same; and a change, removed,
+            for each file of an earlier release that the folder lacks.
         """
         # Compare the files that the folder holds.
         changes = []

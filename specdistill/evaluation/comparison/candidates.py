@@ -216,16 +216,16 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
     # Check the drafts and the suite before weights are loaded.
     folders = [candidate.folder for candidate in candidates if candidate.folder]
     drafts = []
-    for candidate, own_options in zip(candidates, options_each, strict=True):
+    for candidate, draft_options in zip(candidates, options_each, strict=True):
         if candidate.folder:
-            drafts.append((candidate.method, candidate.folder, own_options))
+            drafts.append((candidate.method, candidate.folder, draft_options))
     check_measurement(TargetFiles.from_config(options.target), drafts, suite, options, key=KEY)
 
     # Load the target and the drafts.
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
     proposers = []
-    for candidate, own_options in zip(candidates, options_each, strict=True):
+    for candidate, draft_options in zip(candidates, options_each, strict=True):
         proposer = load_proposer(
             candidate.method,
             candidate.folder,
@@ -233,7 +233,7 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
             lookup_first=candidate.lookup_first,
             key=KEY,
             compile=options.compile,
-            **own_options,
+            **draft_options,
         )
         proposers.append(proposer)
     use_recorded_template(folders, target.tokenizer, KEY)

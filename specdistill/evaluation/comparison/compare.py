@@ -191,7 +191,7 @@ def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Diffe
 
     Returns:
         Name -> the relative change from the best candidate to this one, with its confidence
-        interval, paired by prompt. None for a part that one of the two candidates has no value of.
+        interval, paired by prompt. None for a part of which one of the two candidates has no value.
     """
     differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
     for name in differences:
@@ -293,7 +293,7 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
         else format_gain(row)
     )
 
-    # Name the candidates, if any, over which the lead of the best one is not significant.
+    # Name the candidates, if any, that may be as fast as the best one.
     if not unsure:
         return f"{best['name']} is the fastest: {speed}."
     return (
@@ -303,7 +303,7 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
 
 
 def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
-    """Say how much slower than the best one a candidate is, and why.
+    """Say how much slower a candidate is than the best one, and why.
 
     The reason is either tokens per round (acceptance), or the cost of a round, or both.
 
@@ -316,7 +316,7 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
     """
     differences = candidate["difference_to_best"]
     name = candidate["name"]
-    first = best["name"]
+    best_name = best["name"]
 
     # Phrase the two possible reasons, with the numbers of both candidates. `tokens` and `cost` are
     # relative differences; each is 0 if it is not significant.
@@ -336,7 +336,7 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
     # nevertheless.
     if not candidate["separable_from_best"]:
         direction = _name_direction(speed["change"])
-        yield f"{name} is not separable from {first}: {direction}{_format_range(speed)}."
+        yield f"{name} is not separable from {best_name}: {direction}{_format_range(speed)}."
         if tokens and cost and (tokens > 0) == (cost > 0):
             yield f"Tokens and cost offset each other: {tokens_phrase}, and {cost_phrase}."
         elif tokens or cost:
@@ -347,15 +347,19 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
         return
 
     # Otherwise say how large the gap is, and which of the two parts explains it.
-    yield f"{name} is {_name_direction(speed['change'])} than {first}{_format_range(speed)}."
+    yield f"{name} is {_name_direction(speed['change'])} than {best_name}{_format_range(speed)}."
 
     cause = _find_main_cause(speed["change"], tokens, cost)
     if cause is None:
         yield "Neither the tokens per round nor the cost per round explain the difference."
         return
     # Give the numbers of each part that differs significantly.
-    parts = [tokens_phrase] * bool(tokens) + [cost_phrase] * bool(cost)
-    yield f"The difference comes mainly from {cause}: {', and '.join(parts)}."
+    phrases = []
+    if tokens:
+        phrases.append(tokens_phrase)
+    if cost:
+        phrases.append(cost_phrase)
+    yield f"The difference comes mainly from {cause}: {', and '.join(phrases)}."
 
 
 def _find_main_cause(speed: float, tokens: float, cost: float) -> str | None:

@@ -22,7 +22,7 @@ from specdistill.recipe.sections import (
 
 # Conditions under which a key of `compare` is used. The phrases complete "only used …" in errors.
 K_IS_SHARED = Condition(
-    "without num_speculative_tokens_each and, with a tree, as the depth of the tree",
+    "without num_speculative_tokens_each, and with a tree only as the depth of the tree",
     lambda options: not options.num_speculative_tokens_each and DRAFT_IS_CHAIN.holds(options),
 )
 SETTINGS_ARE_PER_DRAFT = Condition(

@@ -42,10 +42,10 @@ MAIN = ("", "candidate", "K", "speedup", "to the best", "acceptance length", "we
 REASON_COLUMNS = ("candidate", "rate", "first", "c", "v", "predicted", "best K", "training")
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, interleaved; intervals are 95"
-    " %, from a bootstrap over prompts, and differences are paired. Per round: tokens per round"
-    " where some rounds drafted nothing, which the acceptance length leaves out. First: share of"
-    " drafts whose first token was accepted. c: a draft step, v: a verification, in plain decoding"
-    " steps. Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
+    " %, from a bootstrap over prompts, and differences are paired. Rate: share of draft tokens"
+    " that were accepted. First: share of drafts whose first token was accepted. c: a draft step,"
+    " v: a verification, both in plain decoding steps. Predicted = acceptance length / (v + c·K)."
+    " Weights: the draft's parameters."
 )
 
 
@@ -187,9 +187,9 @@ def print_comparison(comparison: Comparison, folder: Path) -> None:
     for name in STDOUT_COLUMNS:
         grid.add_column(name, overflow="fold")
     for row in list_rows(comparison):
-        cells_shown = (row[name] for name in STDOUT_COLUMNS)
         texts = []
-        for value, *notes in cells_shown:
+        for name in STDOUT_COLUMNS:
+            value, *notes = row[name]
             lines = [value, *(f"({note})" for note in notes)]
             texts.append(Text("\n".join(lines)))
         grid.add_row(*texts)

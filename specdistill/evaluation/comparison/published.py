@@ -52,7 +52,7 @@ class PublishedFigure(Section):
     num_speculative_tokens: int = option(..., "K, draft tokens per round", ge=1)
     mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
     acceptance_rate_per_position: list[float] = option(
-        [], "for each of K positions, share of drafts whose token was accepted; []: not stated"
+        [], "for each of the K positions: share of drafts whose token was accepted; []: not stated"
     )
     num_drafts: int | None = option(None, "rounds in which something was drafted", ge=1)
     num_accepted_tokens: int | None = option(None, "draft tokens that were accepted", ge=0)
@@ -65,15 +65,15 @@ class PublishedFigures(Section):
     """
 
     source: str = option(..., "URL of the source that states the figures")
-    target: str = option(..., "Hub id")
+    target: str = option(..., "Hub id of the target")
     draft: str | None = option(None, "Hub id of the draft that was measured")
     engine: str = option(..., "program that decoded: an engine, or specdistill")
     suite: str = option(..., "suite of prompts: the name of a file in eval/suites")
     category: str = option("all", "category of the suite; all: the whole suite")
     num_prompts: int | None = option(None, "number of prompts of the category", ge=1)
-    temperature: float | None = option(None, "0 is greedy", ge=0)
-    top_p: float | None = option(None, "nucleus sampling; 1: off", gt=0, le=1)
-    top_k: int | None = option(None, "0: off", ge=0)
+    temperature: float | None = option(None, "sampling temperature; 0 is greedy", ge=0)
+    top_p: float | None = option(None, "nucleus sampling (top-p); 1: off", gt=0, le=1)
+    top_k: int | None = option(None, "top-k sampling; 0: off", ge=0)
     max_new_tokens: int | None = option(None, "most tokens generated per prompt", ge=1)
     batch_size: int | None = option(None, "requests in flight at the same time", ge=1)
     template: dict[str, Any] = option({}, "arguments of the target's chat template")
@@ -363,4 +363,8 @@ def list_differences(
         compared["K"] = (k, " or ".join(map(str, ks)))
     if "acceptance_length_vllm" not in row:
         compared["acceptance length"] = ("not measured", "a number")
-    return {name: pair for name, pair in compared.items() if pair[0] != pair[1]}
+    return {
+        name: (measured_value, published_value)
+        for name, (measured_value, published_value) in compared.items()
+        if measured_value != published_value
+    }

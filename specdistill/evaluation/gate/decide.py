@@ -240,9 +240,9 @@ def judge_again(options: GateOptions) -> Report:
     rules = load_gate(options.gates, "gates")
     report = Path(options.report)
     baseline = options.baseline
-    judged = report if report.is_dir() else report.parent
-    folder = Path(options.output_dir or judged / Path(options.gates).stem)
-    if folder.resolve() == judged.resolve():
+    report_folder = report if report.is_dir() else report.parent
+    folder = Path(options.output_dir or report_folder / Path(options.gates).stem)
+    if folder.resolve() == report_folder.resolve():
         raise UserError(
             "output_dir",
             got=f"{folder}, which holds the report that is judged",
@@ -261,11 +261,12 @@ def judge_again(options: GateOptions) -> Report:
         )
 
     # Judge it, and write it with its records.
-    verdict = judge(
-        rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE
+    is_first_release = baseline == FIRST_RELEASE
+    judged_report = judge(
+        rules, evidence, read_baseline(baseline, rules), first_release=is_first_release
     )
-    write_report(folder, verdict, evidence.records)
-    return verdict
+    write_report(folder, judged_report, evidence.records)
+    return judged_report
 
 
 def decide(
@@ -307,7 +308,7 @@ def decide(
         results.insert(
             0,
             _decide_rule(
-                Rule("incomplete", "equals", False),
+                Rule("incomplete", requirement="equals", threshold=False),
                 Estimate(reason=f"the run was cut short: {reason}"),
             ),
         )
@@ -315,7 +316,7 @@ def decide(
         results.insert(
             0,
             _decide_rule(
-                Rule("digest", "equals", True),
+                Rule("digest", requirement="equals", threshold=True),
                 Estimate(reason="the report or its records were changed after they were measured"),
             ),
         )
@@ -425,8 +426,8 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
         return Estimate(value)
 
     # Take the interval from the report if the rule asks for the default confidence, at which
-    # reports state intervals. Also do so if the metric cannot be computed from the records of
-    # prompts.
+    # reports state intervals. Also take it from there if the metric cannot be computed from the
+    # records of prompts.
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95 = row.get(f"{rule.metric}_ci95")
         missing_reason = row["not_measured"].get(f"{rule.metric}_ci95")
@@ -542,7 +543,8 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
         )
 
     # Compute the change and its interval from the prompts, which are the same in both reports.
-    records, old_records = _pair_records(rows[0], rows[1], evidence, baseline)
+    row, old_row = rows
+    records, old_records = _pair_records(row, old_row, evidence, baseline)
     change, bounds = compute_relative_change(
         metric,
         collect_prompt_sums(records),
@@ -689,7 +691,8 @@ def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
         ]
         return {**section, "changes": changes}
     except UserError as error:
-        # The reports cannot be compared. That is no reason to fail here, so the section states it.
+        # The reports cannot be compared. That is no reason to fail here, so the section states the
+        # reason.
         return {**section, "reason": str(error)}
 
 
@@ -716,7 +719,8 @@ def _build_change(
 
     # Estimate the change as for a rule about a regression. The threshold of the rule, 0, has no
     # effect.
-    estimate = estimate_regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
+    rule = Rule(metric, requirement="max_regression", threshold=0.0, scope=scope)
+    estimate = estimate_regression(rule, evidence, baseline)
     change_document = {
         "change": estimate.value,
         "ci95": estimate.interval and list(estimate.interval),
@@ -741,8 +745,9 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # All other requirements compare the interval. If it is too wide to decide, the rule is
-    # inconclusive: more prompts would narrow it, until `open_end`, an end of it, reaches `edge`.
+    # All other requirements compare the interval. If the interval is too wide, the rule is
+    # inconclusive. More prompts would narrow the interval. They decide the rule once one of its two
+    # ends, `open_end`, has moved to the value `edge`.
     compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
     verdict, reason, open_end, edge = compare(rule, estimate)
     if verdict != "inconclusive":
@@ -763,13 +768,13 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         interval that more prompts would have to move, and the value that it would have to reach.
     """
     # Turn the interval of the change into an interval of the loss, which is positive if the metric
-    # became worse: `worse` is the sign of such a change. E.g. if higher is better, a change of -3 %
-    # to +1 % is a loss of -1 % to 3 %. A value without an interval counts as an interval of length
-    # 0.
+    # became worse: `loss_sign` is the sign of such a change. E.g. if higher is better, a change of
+    # -3 % to +1 % is a loss of -1 % to 3 %. A value without an interval counts as an interval of
+    # length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
-    worse = -1 if METRICS[rule.metric].better == "higher" else 1
-    least_loss, greatest_loss = sorted((worse * low, worse * high))
+    loss_sign = -1 if METRICS[rule.metric].better == "higher" else 1
+    least_loss, greatest_loss = sorted((loss_sign * low, loss_sign * high))
 
     # The rule passes if even the greatest loss of the interval is allowed. It fails if the whole
     # interval is a loss, and a part of it is more than allowed.
@@ -780,18 +785,18 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         verdict = "failed"
 
     # If the rule is inconclusive, more prompts would narrow the interval around the value. If the
-    # value is an allowed loss, they decide once the greatest loss is allowed, too. Otherwise they
-    # decide once the least loss is above 0.
-    if worse * estimate.value < threshold:
-        open_end = worse * greatest_loss
-        edge = worse * threshold
+    # value is an allowed loss, the rule passes once the greatest loss is allowed, too. Otherwise
+    # the rule fails once the least loss is above 0.
+    if loss_sign * estimate.value < threshold:
+        open_end = loss_sign * greatest_loss
+        edge = loss_sign * threshold
     else:
-        open_end = worse * least_loss
+        open_end = loss_sign * least_loss
         edge = 0.0
 
     # The reason shows the end of the interval with the greatest loss.
-    bound = _name_bound("lower" if worse < 0 else "upper", rule, estimate)
-    reason = f"{bound}{worse * greatest_loss:+.1%}, allowed {worse * threshold:+.1%}"
+    bound = _name_bound("lower" if loss_sign < 0 else "upper", rule, estimate)
+    reason = f"{bound}{loss_sign * greatest_loss:+.1%}, allowed {loss_sign * threshold:+.1%}"
     return verdict, reason, open_end, edge
 
 
@@ -822,11 +827,13 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
 
     # If the rule is inconclusive, the value lies on one side of the threshold, and an end of the
     # interval on the other. More prompts narrow the interval, until this end reaches the threshold.
-    open_end = sign * (least if sign * estimate.value >= sign * threshold else most)
+    is_value_allowed = sign * estimate.value >= sign * threshold
+    open_end = sign * (least if is_value_allowed else most)
 
     # The reason shows the worse end of the interval. If the rule failed, it shows the better end:
     # even that does not meet the requirement.
-    side = "lower" if (sign > 0) != (verdict == "failed") else "upper"
+    worse_side, better_side = ("lower", "upper") if sign > 0 else ("upper", "lower")
+    side = better_side if verdict == "failed" else worse_side
     bound = f"{_name_bound(side, rule, estimate)}{format_scalar(low if side == 'lower' else high)}"
     direction = "least" if sign > 0 else "most"
     reason = f"{bound}, required at {direction} {format_scalar(rule.threshold)}"
@@ -862,7 +869,7 @@ def _estimate_prompts_needed(
     """
     # If the value itself lies on the edge, no number of prompts would decide.
     if not estimate.num_prompts or math.isclose(edge, estimate.value):
-        return "the interval includes both", None
+        return "the interval includes values on both sides of the limit", None
     # To be n times narrower, the interval needs n² times as many prompts.
     needed = math.ceil(
         estimate.num_prompts * ((open_end - estimate.value) / (edge - estimate.value)) ** 2

@@ -16,8 +16,8 @@ from specdistill.common.processes import measure_peak_memory_bytes
 from specdistill.evaluation.report.schema import HardwareDocument, MeasurementDocument
 from specdistill.targets.frozen import FrozenTarget
 
-# The bytes of weights that keep one thread busy. A decoding step over fewer takes less time than
-# dividing its work over two threads.
+# The bytes of weights that keep one thread busy. A decoding step over fewer bytes takes less time
+# than it takes to divide the work over two threads.
 WEIGHTS_PER_THREAD = 32 * 2**20
 # The libraries whose versions affect a measurement.
 LIBRARIES = (
@@ -50,8 +50,8 @@ def describe_hardware(device: torch.device) -> HardwareDocument:
 
     `device`, `name`, `count` and `memory_bytes` are those of the accelerator, or of the processor
     and its memory when there is no accelerator. The keys `cpu`, `cpu_cores` and `cpu_threads`
-    always describe the processor. `count` is 1, because a process uses one device. Whoever merges
-    the results of several processes sets it to their number.
+    always describe the processor. `count` is 1, because a process uses one device. If several
+    processes measured, the caller sets `count` to their number.
     """
     # Read the trade name of the processor from /proc/cpuinfo, which only Linux has. On other
     # systems use the less exact name that Python knows.
@@ -104,7 +104,7 @@ def freeze_garbage_collector() -> Iterator[None]:
     A garbage collection that visits all objects of torch and transformers takes tens of
     milliseconds. It would be added to the time of whatever is being timed at that moment.
     """
-    # Collect garbage once before, or objects that nobody uses any more would be kept, too.
+    # Collect garbage first. Otherwise objects that nobody uses any more would be excluded, too.
     gc.collect()
     gc.freeze()
     try:

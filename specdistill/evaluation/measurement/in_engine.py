@@ -319,7 +319,7 @@ def find_target_file(
     # the Hub. `file` is the name of the file without its folder or repository; None if `name` is no
     # GGUF file.
     name = resolve(config.model, MODEL) if config.model else target.name
-    file = split_gguf(name)[1]
+    _, file = split_gguf(name)
     if file is None or (config.model and not Path(name).is_file()):
         command = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
         raise UserError(
@@ -415,10 +415,10 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
     elif engine != "llama.cpp" and files.gguf:
         files = load_safetensors_target(files, recipe.target.dtype)
     return Served(
-        recipe.method,
-        Path(files.name),
-        files.name,
-        k,
+        method=recipe.method,
+        output=Path(files.name),
+        target=files.name,
+        num_tokens=k,
         samples=False,
         config=vars(getattr(recipe.eval, recipe.method)),
         serving=find_startable_serving(engine, recipe.method),
@@ -578,12 +578,18 @@ def _build_record(
         # divided by the number of requests in flight, which the batch size stands for. Summed over
         # all prompts, these shares are the time that passed (Little's law).
         speculative=Timing(
-            with_draft.num_tokens,
-            with_draft.counts.num_drafts if always_drafts else None,
-            with_draft.seconds / settings.batch_size,
+            num_tokens=with_draft.num_tokens,
+            num_rounds=with_draft.counts.num_drafts if always_drafts else None,
+            seconds=with_draft.seconds / settings.batch_size,
         ),
         baseline=(
-            Timing(plain.num_tokens, None, plain.seconds / settings.batch_size) if plain else None
+            Timing(
+                num_tokens=plain.num_tokens,
+                num_rounds=None,
+                seconds=plain.seconds / settings.batch_size,
+            )
+            if plain
+            else None
         ),
         baseline_text=_decode_text(task.tokenizer, plain) if plain else None,
         counts=with_draft.counts,

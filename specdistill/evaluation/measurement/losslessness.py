@@ -97,14 +97,17 @@ def check_greedy(
         settings: the settings with which they were decoded. If tokens were sampled, the prompts are
             decoded greedily now.
         generate: a function that generates the reference (see `generate_greedily`). Several drafts
-            share one, so that the reference of each batch is generated once. None makes a new one.
+            share one, so that the reference of each batch is generated once. None: one is made
+            for this call.
 
     Returns:
         The first divergence of each prompt, or None where its completion equals the reference.
     """
     return [
-        find_divergence(target, *pair)
-        for pair in generate_pairs(target, proposer, runs, settings, generate)
+        find_divergence(target, prompt, completion, reference_ids)
+        for prompt, completion, reference_ids in generate_pairs(
+            target, proposer, runs, settings, generate
+        )
     ]
 
 
@@ -166,7 +169,8 @@ def generate_pairs(
         proposer: the draft.
         runs: the completions of each prompt that the measurement has decoded.
         settings: the settings with which they were decoded.
-        generate: a function that generates the reference of a batch; None makes a new one.
+        generate: a function that generates the reference of a batch; None: one is made for this
+            call.
 
     Yields:
         The prompt, its greedy completion with the draft, and the token ids of the reference.
@@ -231,7 +235,7 @@ def find_divergence(
     # Compute the logits [V] after the tokens that both completions share. They decide the first
     # token that differs.
     shared_tokens = [*prompt.token_ids, *theirs[: difference["position"]]]
-    logits_V = reference.compute_logits(target, shared_tokens, 1)[-1]
+    logits_V = reference.compute_logits(target, shared_tokens, num_last=1)[-1]
 
     # Two logits are close if they differ by a few roundings. A floating-point number is rounded in
     # proportion to its size, so the bound is a share of the best logit.
@@ -312,7 +316,8 @@ def verify_with_wrong_residual(
     # Accept draft tokens by the right rule, and draw the next token as the wrong rule does: from p,
     # the row after the last accepted token. The generator is on the CPU, so p is moved there.
     path, right_token = verify_sampled(proposal, probs_NV, generator)
-    p_V = probs_NV[path[-1] + 1 if path else 0].cpu()
+    row = path[-1] + 1 if path else 0
+    p_V = probs_NV[row].cpu()
     wrong_token = int(torch.multinomial(p_V, 1, generator=generator))
 
     # If no draft token comes after the accepted ones, none was rejected. The right rule then draws
@@ -379,19 +384,21 @@ def run_sampling_test(
         verify_with_wrong_residual, sizes, arm=1, title="Testing a wrong rule, as a control"
     ):
         control = run_chi_square_test(outcomes, probabilities)
+        assert control is not None  # by `can_compare`
+        _, control_p_value, _ = control
         num_drawn = len(outcomes)
-        if control is not None and control[1] <= CONTROL_P_VALUE:
+        if control_p_value <= CONTROL_P_VALUE:
             break
 
     # Test the right rule with the same number of draws.
     (outcomes,) = draw(verify_sampled, [num_drawn], arm=0, title="Testing sampling")
     result = run_chi_square_test(outcomes, probabilities)
-    assert result is not None and control is not None  # by `can_compare`
+    assert result is not None  # by `can_compare`
     statistic, p_value, num_cells = result
     return {
         "statistic": statistic,
         "p_value": p_value,
-        "negative_control_p_value": control[1],
+        "negative_control_p_value": control_p_value,
         "num_cells": num_cells,
         "num_draws": num_drawn,
         "prompt_id": prompt_id,
@@ -522,14 +529,14 @@ def find_most_telling_prompt(
     token is likely, and if the rule changes the distribution of the second token much.
 
     To find such a text, some prompts are decoded. Each round of a completion gets a score: the
-    probability of the token before the round, times the change of the distribution of the round's
-    first token. The temperature must be above 0.
+    probability of the token before the round, times how much the wrong rule changes the
+    distribution of the round's first token. The temperature must be above 0.
 
     Returns:
         The token ids of the text, which ends one token before the round with the highest score, and
         the id of the prompt with which the text begins.
     """
-    # Decode by the right rule. In each round, record how much the wrong rule would change it.
+    # Decode by the right rule. For each round, record how much the wrong rule would change it.
     deviations: list[float] = []
 
     def verify_and_record(
@@ -566,13 +573,15 @@ def find_most_telling_prompt(
         skipped = len(sequence) - num_last
         length = len(prompt.token_ids) + 1  # tokens of the sequence before the round
 
-        # Score each round by the probability of the token before it, at position length - 1. The
-        # first recorded deviation is of the prefill, which is no round.
+        # Score each round by the probability of the token before it, which is at `position`. The
+        # first recorded deviation is that of the prefill, which is no round.
         for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):
-            score = float(probs_TV[length - 2 - skipped, sequence[length - 1]]) * deviation
+            position = length - 1
+            row = position - 1 - skipped
+            score = float(probs_TV[row, sequence[position]]) * deviation
             if score > best_score:
                 best_score = score
-                best = (sequence[: length - 1], prompt.id)
+                best = (sequence[:position], prompt.id)
             length += len(entry.emitted)
     return best
 

@@ -32,7 +32,8 @@ from specdistill.targets.frozen import FrozenTarget
 # A batch that was decoded in every arm of a measurement: [arm][prompt of the batch].
 BatchGenerations = list[list[Generation]]
 # The text of a token depends on the tokens before it, because spaces are dropped at the start of a
-# text, and because tokens share characters. So many tokens before it are decoded together with it.
+# text, and because tokens share characters. So the last SPELLING_CONTEXT tokens before a token are
+# decoded together with it.
 # A character of UTF-8 has at most four bytes, and so at most four tokens.
 SPELLING_CONTEXT = 8
 # A round is disturbed if it took more than this many times its lower median over the repetitions,
@@ -54,7 +55,7 @@ class PromptBatch:
     """Prompts that are decoded together.
 
     Attributes:
-        start: the index of the first of them among all prompts.
+        start: the index of the batch's first prompt among all prompts.
     """
 
     start: int
@@ -62,7 +63,7 @@ class PromptBatch:
 
     @property
     def end(self) -> int:
-        """The number of the prompt after the last one."""
+        """The index of the prompt after the last one."""
         return self.start + len(self.prompts)
 
 
@@ -116,7 +117,7 @@ def generate_with_transformers(
         target: the target model.
         batch: the prompts.
         plain: the completions of the same prompts by this project's plain decoding. Sampled
-            completions get as many tokens as these, so that both take the same work. Greedy
+            completions get as many tokens as these, so that both do the same work. Greedy
             completions have the same tokens anyway.
         settings: the settings of the measurement.
 

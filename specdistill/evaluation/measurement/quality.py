@@ -67,7 +67,7 @@ def add_quality(
             if reference is not None:
                 scored.append((record, reference))
         if not scored:
-            not_measured[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
+            not_measured[f"quality.{name}"] = f"suite {suite.name} has no prompts to score by it"
             continue
         if any(record.baseline_text is None for record, _ in scored):
             not_measured[f"quality.{name}"] = (
@@ -99,8 +99,8 @@ def add_quality(
         if low > 0 or high < 0:
             message = (
                 f"Answers score {entry['with_draft']:.1%} with the draft and"
-                f" {entry['without_draft']:.1%} without by {name}: chance does not explain the"
-                " difference."
+                f" {entry['without_draft']:.1%} without it, by {name}: chance does not explain"
+                " the difference."
             )
             report["findings"].append({"name": "quality", "message": message})
 

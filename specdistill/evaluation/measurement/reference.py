@@ -90,7 +90,8 @@ def time_generate(
         The completion of each prompt with its times.
     """
     # Sampled completions get a fixed length, so that they take as much work as the completions with
-    # which their time is compared. Greedy ones need none: they stop at the same token as those.
+    # which their time is compared. Greedy completions need no fixed length: they stop at the same
+    # token as the completions with which they are compared.
     limits = {
         "max_new_tokens": max(counts),
         "min_new_tokens": 0 if sampling.is_greedy else max(counts),
@@ -114,16 +115,25 @@ def time_generate(
     generations = []
     for prompt, completion in zip(prompts, completions, strict=True):
         share = len(completion) / num_tokens
-        rounds = tuple(Round((), 0, (), 0.0, step * share) for step in step_seconds)
+        rounds = tuple(
+            Round(
+                drafted=(),
+                num_accepted=0,
+                emitted=(),
+                draft_seconds=0.0,
+                verify_seconds=step * share,
+            )
+            for step in step_seconds
+        )
         prefill = (seconds - sum(step_seconds)) * share
         generations.append(
             Generation(
-                tuple(prompt),
-                completion,
-                rounds,
-                prefill,
-                seconds * share,
-                completion[-1] in target.eos_token_ids,
+                prompt_ids=tuple(prompt),
+                token_ids=completion,
+                rounds=rounds,
+                prefill_seconds=prefill,
+                seconds=seconds * share,
+                stopped=completion[-1] in target.eos_token_ids,
             )
         )
     return generations
@@ -159,7 +169,9 @@ def compute_next_token_probabilities(
         sampling: the temperature, top_p and top_k.
     """
     # The scores are those of the first step [0], and of the only prompt of the batch [0].
-    output = _generate(target, [token_ids], sampling, None, max_new_tokens=1, output_scores=True)
+    output = _generate(
+        target, [token_ids], sampling, streamer=None, max_new_tokens=1, output_scores=True
+    )
     probabilities: Tensor = output.scores[0][0].double().softmax(-1)
     return probabilities
 
@@ -204,7 +216,7 @@ def _generate(
         its completion. With the option `output_scores`, it has `scores` as well.
     """
     # Any token can be the padding, because the mask hides it and completions are cut at their stop
-    # token. A stop token is one that certainly exists; 0 is for a model without one.
+    # token. Take a stop token, which certainly exists, or token 0 if the model has no stop token.
     longest = max(map(len, prompts))
     stop_ids = sorted(target.eos_token_ids)
     pad_id = min(stop_ids, default=0)

@@ -173,13 +173,14 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
         configurations.append(DraftResult(records, divergences))
 
     # Keep the sampling test with the lowest p-value, and add up the resources.
+    sampling_tests = [entry.sampling_test for entry in measurements]
     return Measurement(
-        measurements[0].settings,
-        configurations,
-        min((entry.sampling_test for entry in measurements), key=_rank_sampling_test),
-        measurements[-1].costs,
-        sum_resources([entry.resources for entry in measurements]),
-        weights,
+        settings=measurements[0].settings,
+        configurations=configurations,
+        sampling_test=min(sampling_tests, key=_rank_sampling_test),
+        costs=measurements[-1].costs,
+        resources=sum_resources([entry.resources for entry in measurements]),
+        weights=weights,
     )
 
 

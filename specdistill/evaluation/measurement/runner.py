@@ -291,13 +291,14 @@ def measure(
     # Measure every configuration, unless an interrupted measurement has finished it.
     own_results = []
     for number, plan in enumerate(own_plans, start=1):
+        is_main = number == 1
         fingerprint = cache.compute_fingerprint(plan)
         result = cache.load_result(fingerprint)
         if result is None:
             if len(plans) > 1:
                 logger.info(f"Measuring configuration {number} of {len(plans)}")
             result = measure_configuration(
-                target, proposers, suite, plan, cache, is_main=number == 1, num_draws=num_draws
+                target, proposers, suite, plan, cache, is_main=is_main, num_draws=num_draws
             )
             cache.save_result(fingerprint, result)
         own_results.append(result)
@@ -450,7 +451,8 @@ def decode_prompts(
     hf_batches = sample_batches(batches, math.ceil(MAX_HF_PROMPTS / settings.batch_size))
     runs = create_prompt_runs(batches, settings, len(proposers))
 
-    # Read the batches that were decoded before an interruption, and count the runs that remain.
+    # Read the batches that were decoded before an interruption, and count the runs that remain. A
+    # run is one prompt in one repetition, so a cached batch counts the prompts of its first arm.
     # Extra repetitions of disturbed batches come later, and do not count yet.
     fingerprint = cache.compute_fingerprint(plan)
     cached_batches = deque(cache.load_batches(fingerprint))
@@ -485,8 +487,12 @@ def decode_prompts(
                     add_generations(runs, batch, cached_batches.popleft())
                     continue
 
-                # Decode it in every arm. The arm that comes first rotates.
+                # Let lookups know the plain outputs of all earlier prompts. The runs of all drafts
+                # share these outputs, so those of the first draft are enough.
                 remember_outputs(proposers, runs[0][: batch.start])
+
+                # Decode the batch in every arm. The arm that comes first rotates. If there was no
+                # warm-up, the first batch gives the estimate of the remaining time.
                 first_arm = (repetition + number) % len(arms)
                 generations = _decode_in_arms(arms, batch, first_arm)
                 if not is_estimated and not is_extra:

@@ -72,7 +72,9 @@ class ConnectedServer:
         For a server that drafts but does not report the number, it is `wanted_k`: the number with
         which the server was started.
         """
-        return self.wanted_k if self.identity.hides_k else self.identity.num_speculative_tokens or 0
+        if self.identity.hides_k:
+            return self.wanted_k
+        return self.identity.num_speculative_tokens or 0
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> EngineCompletion:
         """Request the completion of a prompt from the server, and wait for it."""
@@ -153,7 +155,9 @@ def connect_pair(
     k = config.num_speculative_tokens
 
     # Connect to the server with the draft, and check that it drafts K tokens per round.
-    speculative = connect(engine, address, "eval.server", model_names, config.server_timeout, k)
+    speculative = connect(
+        engine, address, "eval.server", model_names, timeout=config.server_timeout, k=k
+    )
     if not speculative.k:
         raise UserError(
             "eval.server",
@@ -176,8 +180,8 @@ def connect_pair(
         config.baseline_server,
         "eval.baseline_server",
         model_names,
-        config.server_timeout,
-        k,
+        timeout=config.server_timeout,
+        k=k,
     )
     if baseline.k:
         raise UserError(
@@ -433,7 +437,8 @@ def measure_started(
     """
     # Build the command that starts each server, K -> command, and the environment variables that it
     # needs. K = 0 is the server without the draft.
-    longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
+    longest_prompt = max(len(prompt.token_ids) for prompt in task.prompts)
+    longest = longest_prompt + config.max_new_tokens
     key = "eval.engine_command"
     commands = {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
     program = ENGINES[config.engine].program
@@ -459,7 +464,9 @@ def measure_started(
         for k in commands:
             log = logs / (f"k{k}.log" if k else "plain.log")
             with start_server(commands[k], log, key=key, variables=variables[k]) as address:
-                peer = connect(config.engine, address, key, names, config.server_timeout, k)
+                peer = connect(
+                    config.engine, address, key, names, timeout=config.server_timeout, k=k
+                )
                 _check_drafting(peer, served, k, log)
                 measurement.ask([peer], task)
     except ReportedError as error:
@@ -514,8 +521,8 @@ def start_command(
     # Start with the program. Then come the arguments about target and draft. Without a method
     # (method=None) these are the arguments for the target alone.
     words = shlex.split(config.engine_command or program.command)
-    served_here = replace(served, num_tokens=k) if k else replace(served, method=None)
-    words += program.arguments(served_here)
+    served_with_k = replace(served, num_tokens=k) if k else replace(served, method=None)
+    words += program.arguments(served_with_k)
 
     # Add the arguments about the settings of the recipe, and those that only a measurement needs.
     return [
@@ -540,8 +547,8 @@ def complete_all(
     Raises:
         ResourceError: when the server served other clients meanwhile, which would distort times.
     """
-    # Read the server's counter of tokens before and after. If it has counted more tokens than those
-    # of these completions, the server has served somebody else.
+    # Read the server's counter of tokens before and after. If the counter grew by more than the
+    # tokens of these completions, the server has served somebody else, too.
     before = peer.client.read(peer.server)
     num_tokens = 0
     with start_request_threads(load, peer.server) as pool:

@@ -344,17 +344,15 @@ def _compute_row_numbers(
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
-        **(
-            {}
-            if np.isnan(sums["num_rounds"]).any()
-            else {"num_rounds": int(sums["num_rounds"].sum())}
-        ),
-        **(
-            {"num_looping": sum(map(is_looping, records))}
-            if all(record.token_ids for record in records)
-            else {}
-        ),
-        **({"hf_generate_num_prompts": num_timed_by_hf} if num_timed_by_hf else {}),
+    }
+    if not np.isnan(sums["num_rounds"]).any():
+        row["num_rounds"] = int(sums["num_rounds"].sum())
+    if all(record.token_ids for record in records):
+        row["num_looping"] = sum(map(is_looping, records))
+    if num_timed_by_hf:
+        row["hf_generate_num_prompts"] = num_timed_by_hf
+    row = {
+        **row,
         "num_empty": int((sums["num_tokens"] <= 1).sum()),
         "num_disturbed_rounds": int(
             sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
@@ -403,8 +401,8 @@ def is_looping(record: PromptRecord) -> bool:
 
     This is so if the last 48 tokens repeat with a period of at most 16 tokens.
     """
-    # 48 tokens are three periods of the longest loop. Fewer would also find loops in lists. The
-    # text has a period of n tokens if it equals itself shifted by n tokens.
+    # 48 tokens are three periods of the longest loop. With fewer tokens, lists would count as
+    # loops, too. The text has a period of n tokens if it equals itself shifted by n tokens.
     tail = record.token_ids[-48:]
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 

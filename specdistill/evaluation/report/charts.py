@@ -467,8 +467,11 @@ def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
     The lower bound is not negative. For example, values from 1.23 to 1.58 give 1.1 and 1.7.
     """
     # Going one tenth further than needed keeps dots off the border, also for values that are
-    # tenths themselves. `int` rounds down, so 1.999 rounds up and adds a tenth.
-    return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
+    # tenths themselves. `int` rounds down. So the upper bound, which is rounded up, first gets
+    # almost a tenth (0.999) for rounding, and the tenth (1) of room.
+    lower = int(min(values) * 10 - 1) / 10
+    upper = int(max(values) * 10 + 1.999) / 10
+    return max(0.0, lower), upper
 
 
 def _choose_ticks(low: float, high: float) -> list[float]:

@@ -269,9 +269,10 @@ def list_row_metrics() -> tuple[str, ...]:
 
 @cache
 def list_document_metrics() -> tuple[str, ...]:
-    """Return the names of the numbers and booleans outside the rows that a rule can test.
+    """Return the names of what a rule can test in a report outside of its rows.
 
-    A name is the dotted path in the report, e.g. `lossless.greedy_identical`.
+    These are numbers and booleans. A name is the dotted path in the report, e.g.
+    `lossless.greedy_identical`.
     """
     return tuple(_list_scalars(build_schema()))
 
@@ -390,8 +391,8 @@ def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
         records: the records of all prompts.
     """
     row = report["results"][0]
-    # Show the completion with the largest number of different tokens. One that repeats itself would
-    # show little.
+    # Show the completion with the largest number of different tokens. A completion that repeats
+    # itself would show little.
     varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
     samples = select_samples(varied)
     template = load_template("evaluation/report/picture.svg.j2")

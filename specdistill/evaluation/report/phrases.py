@@ -36,7 +36,7 @@ def format_percent(value: float | None) -> str:
 
 
 def format_signed(change: float) -> str:
-    """Format a relative change, with a minus as wide as the plus."""
+    """Format a relative change, e.g. +3.1% or −3.1%, with a minus as wide as the plus."""
     return f"{change:+.1%}".replace("-", "−")
 
 
@@ -299,7 +299,7 @@ def describe_undecided(report: Report) -> str:
     # Say how to get that many prompts: from this suite, if it has them, or from a larger one.
     suite = report["suite"]
     if needed > MAX_ESTIMATED_PROMPTS:
-        advice = "it is too close to the requirement"
+        advice = "the value is too close to the requirement"
     elif needed <= suite["num_prompts"]:
         advice = f"eval.num_prompts={needed}"
     else:
@@ -501,8 +501,9 @@ def format_measured(rule: RuleDocument) -> str:
         else:
             text, unit = format_in_unit(rule["metric"], value)
         texts.append(text)
-    interval = f" ({texts[1]} to {texts[2]})" if rule["ci95"] else ""
-    return f"{texts[0]}{unit}{interval}"
+    value_text, *ends = texts
+    interval = f" ({' to '.join(ends)})" if ends else ""
+    return f"{value_text}{unit}{interval}"
 
 
 def note(rule: RuleDocument) -> str:
@@ -705,7 +706,8 @@ def describe_procedure(report: Report) -> str:
     )
     if is_own_decoder:
         batches = (
-            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
+            f" They were decoded {size} at a time; a prompt's times are its share of the batch's"
+            " times."
             if size > 1
             else ""
         )
@@ -725,7 +727,7 @@ def describe_procedure(report: Report) -> str:
     elif engine.get("baseline_server"):
         order = "Running servers with and without the draft were measured in alternation."
     load = (
-        f" With {size} requests in flight a prompt's time is its share of the server's."
+        f" With {size} requests in flight a prompt's time is its share of the server's time."
         if size > 1
         else ""
     )

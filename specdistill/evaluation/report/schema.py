@@ -71,7 +71,7 @@ TreeDocument = DynamicTreeDocument | StaticTreeDocument
 
 
 class BeforeAndAfterDocument(DocumentBase):
-    """Acceptance lengths."""
+    """Acceptance lengths before and after training."""
 
     before: Length
     after: Length
@@ -87,7 +87,7 @@ class ScoresDocument(DocumentBase):
     difference_ci95: NotRequired[ConfidenceInterval]
     only_with_draft: Annotated[Count, describe_field("prompts that succeed only with the draft")]
     only_without_draft: Annotated[Count, describe_field("prompts that succeed only without it")]
-    p_value: Annotated[Share, describe_field("of no difference, by McNemar's exact test")]
+    p_value: Annotated[Share, describe_field("p-value of no difference, by McNemar's exact test")]
 
 
 class ResultDocument(DocumentBase, total=False):
@@ -108,7 +108,7 @@ class ResultDocument(DocumentBase, total=False):
     ]
     batch_size: Required[
         Annotated[
-            AtLeastOne, describe_field("prompts decoded together; of a server, requests in flight")
+            AtLeastOne, describe_field("prompts decoded together; for a server: requests in flight")
         ]
     ]
     tree: Required[TreeDocument | None]
@@ -123,17 +123,26 @@ class ResultDocument(DocumentBase, total=False):
     num_prompts: Required[Annotated[Count, describe_field("prompts")]]
     num_batches: Annotated[
         AtLeastOne,
-        describe_field("that prompts were decoded in: intervals of times are over batches"),
+        describe_field(
+            "batches in which prompts were decoded; intervals of times are over batches"
+        ),
     ]
     num_disturbed_rounds: Annotated[
-        Count, describe_field("that took far longer than in other repetitions; not in the times")
+        Count,
+        describe_field(
+            "rounds that took far longer than in other repetitions; the times leave them out"
+        ),
     ]
     num_new_tokens: Required[
         Annotated[Count, describe_field("tokens generated with the draft, stop tokens included")]
     ]
-    num_rounds: Annotated[Count, describe_field("target steps with the draft, prefill apart")]
+    num_rounds: Annotated[
+        Count, describe_field("steps of the target with the draft, without the prefill")
+    ]
     num_drafts: Required[Annotated[Count, describe_field("rounds in which something was drafted")]]
-    num_draft_tokens: Required[Annotated[Count, describe_field("draft tokens; of trees all nodes")]]
+    num_draft_tokens: Required[
+        Annotated[Count, describe_field("draft tokens; for trees, all nodes")]
+    ]
     num_accepted_tokens: Required[
         Annotated[Count, describe_field("draft tokens that were accepted and emitted")]
     ]
@@ -173,7 +182,9 @@ class ResultDocument(DocumentBase, total=False):
     ]
     conditional_acceptance_rate: Annotated[
         list[Share | None],
-        describe_field("[K] accepted / emitted tokens at position k; null where none was emitted"),
+        describe_field(
+            "[K] of the drafts that reached position k: share accepted there; null: none reached it"
+        ),
     ]
 
     # Speed with the draft and without it.
@@ -206,7 +217,10 @@ class ResultDocument(DocumentBase, total=False):
 
     # Comparison with transformers' `generate()`, on a part of the prompts.
     hf_generate_tokens_per_second: Annotated[
-        float, describe_field("of generate(), greedy, on hf_generate_num_prompts")
+        float,
+        describe_field(
+            "speed of generate() with the same sampling, on hf_generate_num_prompts prompts"
+        ),
     ]
     hf_generate_tokens_per_second_ci95: ConfidenceInterval
     hf_generate_num_prompts: Annotated[
@@ -218,7 +232,9 @@ class ResultDocument(DocumentBase, total=False):
     baseline_over_hf_generate_ci95: ConfidenceInterval
     speedup_over_hf_generate: Annotated[
         float,
-        describe_field("over generate(), on those prompts; given where the baseline is slower"),
+        describe_field(
+            "speedup over generate(), on those prompts; given if the baseline is slower"
+        ),
     ]
     speedup_over_hf_generate_ci95: ConfidenceInterval
 
@@ -265,33 +281,37 @@ class RuleDocument(DocumentBase):
 
     metric: Annotated[str, describe_field("field of a result row, or dotted path into the report")]
     scope: Annotated[
-        dict[str, Any], describe_field("of the row; {}: the whole suite in the main configuration")
+        dict[str, Any],
+        describe_field(
+            "keys of the row that is tested; {}: the whole suite in the main configuration"
+        ),
     ]
     requirement: Annotated[
         dict[str, Any],
         Field(min_length=1, max_length=1, description="min, max, equals or max_regression"),
     ]
-    confidence: Annotated[float, describe_field("of the interval whose bound is compared")]
+    confidence: Annotated[
+        float, describe_field("confidence level of the interval whose bound is compared")
+    ]
     severity: Annotated[
         Literal["fail", "warn"], describe_field("warn: a warning, which does not decide")
     ]
     value: Annotated[
         Any,
         describe_field(
-            "what was measured; null when there is no evidence. Of max_regression the relative"
-            " change"
+            "what was measured; for max_regression, the relative change; null: no evidence"
         ),
     ]
     ci95: ConfidenceInterval | None
     verdict: Annotated[
         Literal["passed", "failed", "inconclusive"],
-        describe_field("inconclusive: the interval includes both"),
+        describe_field("inconclusive: the interval includes values that pass and values that fail"),
     ]
     passed: bool
     reason: Annotated[str, describe_field("one sentence")]
     prompts_needed: Annotated[
         AtLeastOne | None,
-        describe_field("that could decide an inconclusive rule, as intervals narrow"),
+        describe_field("number of prompts that could decide an inconclusive rule"),
     ]
 
 
@@ -301,11 +321,11 @@ class MeasurementDocument(DocumentBase):
     seconds: Annotated[
         NonNegative,
         describe_field(
-            "wall time of the run, loading apart; of all drafts that it measured together"
+            "wall time of the run, without loading; for drafts measured together: of all of them"
         ),
     ]
     peak_memory_bytes: NotRequired[
-        Annotated[Count, describe_field("of the accelerator, or of the process without one")]
+        Annotated[Count, describe_field("peak of the accelerator; without one, of the process")]
     ]
 
 
@@ -313,27 +333,29 @@ class TargetDocument(DocumentBase, total=False):
     """The target: its name, its weights and their dtype."""
 
     model: Required[Annotated[str, describe_field("pico, a folder or a Hub id")]]
-    revision: Required[Annotated[str | None, describe_field("of a Hub id")]]
+    revision: Required[Annotated[str | None, describe_field("revision of a Hub id")]]
     dtype: Annotated[
-        str, describe_field("of the weights; of a GGUF file in llama.cpp its file type")
+        str, describe_field("dtype of the weights; for a GGUF file in llama.cpp, its file type")
     ]
     quantization: Annotated[
-        str, describe_field("that the weights were rounded to when they were loaded; absent: none")
+        str, describe_field("format to which the weights were rounded at load; absent: none")
     ]
     weights: Annotated[
         str,
         describe_field(
-            "sha256 of the files' sha256, an adapter's among them; absent for servers that ran"
+            "sha256 of the files' sha256, including an adapter's; absent for servers that ran"
             " already"
         ),
     ]
-    parameters: Annotated[Count, describe_field("count")]
+    parameters: Annotated[Count, describe_field("number of parameters")]
 
 
 class GainsDocument(DocumentBase, total=False):
     """Acceptance length before and after training, of a draft that starts from given weights."""
 
-    steps: Required[Annotated[Count, describe_field("after which the draft was saved")]]
+    steps: Required[
+        Annotated[Count, describe_field("training steps after which the draft was saved")]
+    ]
     simulated: Annotated[
         BeforeAndAfterDocument, describe_field("on held-out rows of the training data")
     ]
@@ -358,7 +380,7 @@ class DraftDocument(DocumentBase, total=False):
     model: Required[
         Annotated[str | None, describe_field("folder or Hub id; null for methods without weights")]
     ]
-    revision: Required[Annotated[str | None, describe_field("of a Hub id")]]
+    revision: Required[Annotated[str | None, describe_field("revision of a Hub id")]]
     method: Required[Annotated[str, describe_field("how it proposes, as vLLM names it")]]
     weights: Annotated[
         str,
@@ -366,11 +388,13 @@ class DraftDocument(DocumentBase, total=False):
             "sha256 of its files' names and contents; absent for servers that ran already"
         ),
     ]
-    parameters: Annotated[Count, describe_field("count, without those shared with the target")]
-    bytes: Annotated[Count, describe_field("of its weights")]
+    parameters: Annotated[
+        Count, describe_field("number of parameters, without those shared with the target")
+    ]
+    bytes: Annotated[Count, describe_field("size of its weights")]
     training: GainsDocument
     acceptance_curve: Annotated[
-        list[EvaluationDocument], describe_field("of its training, evaluation by evaluation")
+        list[EvaluationDocument], describe_field("each evaluation of its training")
     ]
 
 
@@ -378,13 +402,15 @@ class HardwareDocument(DocumentBase, total=False):
     """The machine that measured."""
 
     device: Required[
-        Annotated[str, describe_field("cuda, cpu, …; server: unknown, which a server does not say")]
+        Annotated[
+            str, describe_field("cuda, cpu, …; server: a server, which does not say its device")
+        ]
     ]
     name: Required[Annotated[str, describe_field("trade name")]]
-    count: Annotated[AtLeastOne, describe_field("devices")]
-    memory_bytes: Annotated[Count, describe_field("of one device")]
+    count: Annotated[AtLeastOne, describe_field("number of devices")]
+    memory_bytes: Annotated[Count, describe_field("memory of one device")]
     cpu: Annotated[str, describe_field("trade name")]
-    cpu_cores: Annotated[int | None, describe_field("physical")]
+    cpu_cores: Annotated[int | None, describe_field("physical cores")]
     cpu_threads: Annotated[AtLeastOne, describe_field("threads that torch computes with")]
 
 
@@ -395,7 +421,10 @@ class LookupFirstDocument(DocumentBase):
     min: Annotated[AtLeastOne, describe_field("fewest tokens that agree")]
     max: Annotated[AtLeastOne, describe_field("the longest n-gram to match")]
     draft_tokens: NotRequired[
-        Annotated[AtLeastOne, describe_field("of the draft's chain, where nothing is found")]
+        Annotated[
+            AtLeastOne,
+            describe_field("length of the draft's chain, where the lookup finds nothing"),
+        ]
     ]
     draft_tree: NotRequired[TreeDocument]
 
@@ -405,9 +434,9 @@ class SettingsDocument(DocumentBase):
 
     num_speculative_tokens: Annotated[AtLeastOne, describe_field("K")]
     temperature: Annotated[NonNegative, describe_field("0 is greedy")]
-    top_p: Annotated[float, Field(gt=0, le=1, description="nucleus")]
-    top_k: Annotated[Count, describe_field("0 keeps all")]
-    max_new_tokens: Annotated[AtLeastOne, describe_field("of a completion")]
+    top_p: Annotated[float, Field(gt=0, le=1, description="nucleus sampling (top-p); 1: off")]
+    top_k: Annotated[Count, describe_field("top-k sampling; 0: off")]
+    max_new_tokens: Annotated[AtLeastOne, describe_field("most tokens of a completion")]
     tree: TreeDocument | None
     draft_sampling: NotRequired[Literal["greedy", "probabilistic"]]
     drafting: NotRequired[
@@ -430,11 +459,14 @@ class SettingsDocument(DocumentBase):
 
     # How the prompts were decoded and timed.
     batch_size: Annotated[
-        AtLeastOne, describe_field("prompts decoded together; of a server, requests in flight")
+        AtLeastOne, describe_field("prompts decoded together; for a server: requests in flight")
     ]
     compile: NotRequired[
         Annotated[
-            bool, describe_field("the target's passes over proposals as one graph; absent: false")
+            bool,
+            describe_field(
+                "whether the target's passes over proposals run as one graph; absent: false"
+            ),
         ]
     ]
     seed: int
@@ -446,11 +478,12 @@ class SettingsDocument(DocumentBase):
     # Earlier versions wrote these two keys. They are read, so that old reports can be compared.
     interim_analyses: NotRequired[
         Annotated[
-            Literal[False], describe_field("it could not stop earlier; of reports before 0.2.0")
+            Literal[False],
+            describe_field("only before 0.2.0: the measurement could not stop earlier"),
         ]
     ]
     target_precision: NotRequired[
-        Annotated[None, describe_field("every prompt was measured; of reports before 0.2.0")]
+        Annotated[None, describe_field("only before 0.2.0: every prompt was measured")]
     ]
 
 
@@ -458,7 +491,7 @@ class EngineDocument(DocumentBase, total=False):
     """The engine that decoded."""
 
     name: Required[Literal["specdistill", "vllm", "sglang", "llama.cpp"]]
-    version: Required[Annotated[str, describe_field("of the engine, as it reports it")]]
+    version: Required[Annotated[str, describe_field("version that the engine reports")]]
     server: Annotated[str, describe_field("address of the server with the draft")]
     baseline_server: Annotated[
         str | None, describe_field("address of the server without a draft; null: none")
@@ -470,12 +503,12 @@ class EngineDocument(DocumentBase, total=False):
 class SuiteDocument(DocumentBase):
     """The suite: its version, its licence and its hash."""
 
-    name: Annotated[str, describe_field("suite")]
-    version: Annotated[str, describe_field("of its content")]
-    licence: Annotated[str, describe_field("of its text")]
-    source: Annotated[str, describe_field("of its text")]
-    sha256: Annotated[str, describe_field("of its prompts")]
-    num_prompts: Annotated[Count, describe_field("that it holds, measured or not")]
+    name: Annotated[str, describe_field("name of the suite")]
+    version: Annotated[str, describe_field("version of its content")]
+    licence: Annotated[str, describe_field("licence of its text")]
+    source: Annotated[str, describe_field("source of its text")]
+    sha256: Annotated[str, describe_field("hash of its prompts' file")]
+    num_prompts: Annotated[Count, describe_field("prompts that it holds, measured or not")]
 
 
 class AveragesDocument(DocumentBase, total=False):
@@ -493,17 +526,17 @@ class HeadlineDocument(AveragesDocument, total=False):
 
     micro: Annotated[
         AveragesDocument,
-        describe_field("the whole suite's, where categories count by their drafts and their time"),
+        describe_field("averages over the whole suite, in which longer completions count more"),
     ]
 
 
 class FirstDivergenceDocument(DocumentBase, total=False):
     """The first difference between a completion and its reference."""
 
-    prompt_id: Required[Annotated[str, describe_field("prompt")]]
-    position: Annotated[Count, describe_field("token of the completion")]
+    prompt_id: Required[Annotated[str, describe_field("id of the prompt")]]
+    position: Annotated[Count, describe_field("index of the token in the completion, from 0")]
     speculative_token: int | None
-    baseline_token: Annotated[int | None, describe_field("of the reference")]
+    baseline_token: Annotated[int | None, describe_field("token of the reference")]
     top2_gap: Annotated[float, describe_field("the target's top logit minus its second")]
     near_tie: bool
 
@@ -515,7 +548,8 @@ class SamplingTestDocument(DocumentBase):
     p_value: Annotated[
         Share,
         describe_field(
-            "tokens drawn with the draft follow the distribution that transformers samples from"
+            "p-value of the hypothesis that tokens drawn with the draft follow the distribution"
+            " that transformers samples from"
         ),
     ]
     negative_control_p_value: Annotated[
@@ -523,9 +557,11 @@ class SamplingTestDocument(DocumentBase):
         describe_field("the same test against a rule that is wrong on purpose; it must be small"),
     ]
     num_cells: Annotated[int, Field(ge=2, description="outcomes compared")]
-    num_draws: Annotated[Count, describe_field("draws of each kind")]
+    num_draws: Annotated[
+        Count, describe_field("draws by the right rule, and as many by the wrong one")
+    ]
     prompt_id: Annotated[str, describe_field("prompt whose beginning was continued")]
-    num_prompt_tokens: Annotated[Count, describe_field("of that beginning")]
+    num_prompt_tokens: Annotated[Count, describe_field("tokens of that beginning")]
 
 
 class LosslessDocument(DocumentBase, total=False):
@@ -534,11 +570,16 @@ class LosslessDocument(DocumentBase, total=False):
     greedy_identical: Annotated[
         bool, describe_field("completions are those of generate(), or of the plain server")
     ]
-    prompts_checked: Required[Annotated[Count, describe_field("prompts")]]
+    prompts_checked: Required[
+        Annotated[Count, describe_field("prompts whose outputs were compared")]
+    ]
     first_divergence: FirstDivergenceDocument | None
     divergences: Annotated[Count, describe_field("completions that differ")]
     near_ties: Annotated[
-        Count, describe_field("of them, where both tokens' logits are within rounding of the best")
+        Count,
+        describe_field(
+            "divergences where both tokens' logits are within rounding of the best logit"
+        ),
     ]
     unexplained_divergences: Annotated[
         Count, describe_field("divergences - near_ties; more than 0 is a bug")
@@ -558,7 +599,9 @@ class ChangeDocument(DocumentBase, total=False):
     """The change of a number since the baseline report."""
 
     metric: Required[Annotated[str, describe_field("field of a result row")]]
-    category: Required[Annotated[str, describe_field("of the suite; `all`")]]
+    category: Required[
+        Annotated[str, describe_field("category of the suite; `all`: the whole suite")]
+    ]
     better: Required[Literal["higher", "lower"]]
     old: Annotated[float, describe_field("in the baseline")]
     new: Annotated[float, describe_field("in this report")]
@@ -580,7 +623,7 @@ class BaselineDocument(DocumentBase):
 class TheoryPointDocument(DocumentBase):
     """A point of the predicted curve over K."""
 
-    k: Annotated[Count, describe_field("K'")]
+    k: Annotated[Count, describe_field("K', draft tokens per round")]
     mean_acceptance_length: Length
     draft_passes: Annotated[Count, describe_field("forward passes of the draft per round")]
     draft_ms: Annotated[NonNegative, describe_field("to draft all K' tokens of a round")]
@@ -594,12 +637,12 @@ class TheoryDocument(DocumentBase):
     alpha: Annotated[
         Share,
         describe_field(
-            "acceptance rate that, the same at every position, gives the acceptance length"
+            "acceptance rate that gives the acceptance length if it is the same at every position"
         ),
     ]
-    K: Annotated[AtLeastOne, describe_field("draft tokens per round; of a tree its depth")]
+    K: Annotated[AtLeastOne, describe_field("draft tokens per round; for a tree, its depth")]
     v: Annotated[float, describe_field("cost of one verification, in plain steps")]
-    c: Annotated[float, describe_field("cost of drafting K tokens over K, in plain steps")]
+    c: Annotated[float, describe_field("cost of drafting K tokens, divided by K, in plain steps")]
     predicted: Annotated[float, describe_field("speedup, AL / (v + c·K)")]
     best_k: Annotated[
         Count, describe_field("K' with the highest predicted speedup; 0: plain decoding")
@@ -623,7 +666,7 @@ class QualityDocument(DocumentBase, total=False):
 class FindingDocument(DocumentBase):
     """A finding: its name and a sentence."""
 
-    name: Annotated[str, describe_field("finding")]
+    name: Annotated[str, describe_field("name of the finding")]
     message: Annotated[str, describe_field("one sentence")]
 
 
@@ -638,7 +681,9 @@ class GateDocument(DocumentBase):
     first_release: NotRequired[
         Annotated[
             bool,
-            describe_field("without an earlier report to compare with: regressions were not asked"),
+            describe_field(
+                "whether there is no earlier report, so that rules about regressions were left out"
+            ),
         ]
     ]
     rules: list[RuleDocument]
@@ -659,7 +704,10 @@ class ReportDocument(DocumentBase):
     ]
     incomplete: NotRequired[
         Annotated[
-            bool, describe_field("the run was cut short: true fails every gate; absent: it was not")
+            bool,
+            describe_field(
+                "whether the run was cut short, which fails every gate; absent: it was not"
+            ),
         ]
     ]
 

@@ -8,8 +8,8 @@ The best draft length is found for each load that a sweep measured. It is a meas
 only the cost model knows. The model's speedup (`theory.compute_speedup_curve`) is goodput(K)
 divided by that of plain decoding. goodput(K) is the number of tokens that a round emits in its
 first K + 1 positions, over T_verify(K + 1) + T_draft(K). The model leaves out the prefill and the
-loop. So at each load its speedup is scaled by the measured K's ratio of measured to predicted
-speedup.
+loop. So at each load, the predicted speedups are multiplied by measured / predicted speedup at the
+K that was measured.
 """
 
 import math
@@ -290,7 +290,8 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
         # Add up the times of all prompts on this side: plain decoding, whose columns begin with
-        # "baseline_", or decoding with the draft, whose columns have no such prefix.
+        # "baseline_", or decoding with the draft, whose columns have no such prefix. (With the
+        # empty prefix all columns match, but only those of the draft are read below.)
         total = {
             name.removeprefix(side): float(column.sum())
             for name, column in sums.items()
@@ -329,7 +330,7 @@ class DraftLength(NamedTuple):
         batch_size: the load: the number of sequences decoded at once.
         k: draft tokens per round; 0 if plain decoding is faster.
         speedup: the speedup with the best draft length; at most 1 if plain decoding is faster.
-        is_measured: whether its own configuration was measured; otherwise the cost model gives it.
+        is_measured: whether the speedup was measured; otherwise the cost model predicts it.
     """
 
     batch_size: int
@@ -390,22 +391,28 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
         rows: the rows of the report that were measured at this load.
         report: the report, whose section `theory` has the predictions.
     """
-    # Collect for each K (speedup, whether it was measured). A measured speedup replaces a predicted
-    # one.
-    speedups: dict[int, tuple[float, bool]] = {}
+    # Collect the predicted and the measured speedups, by K.
+    predicted: dict[int, float] = {}
     for row in rows:
-        for k, predicted_speedup in _model_shorter_lengths(row, report):
-            speedups[k] = (predicted_speedup, False)
-    speedups |= {row["num_speculative_tokens"]: (row["speedup"], True) for row in rows}
+        predicted |= dict(_model_shorter_lengths(row, report))
+    measured = {row["num_speculative_tokens"]: row["speedup"] for row in rows}
 
     # Choose the highest speedup, after reducing the predicted ones by the margin. The margin is at
-    # least `cost_deviation`, by which the timed costs of rounds deviate from a rising curve. K = 0
-    # means that plain decoding is fastest.
+    # least `cost_deviation`, by which the timed costs of rounds deviate from a rising curve. A
+    # measured speedup replaces a predicted one.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
-    weights = {k: 1 if is_measured else 1 - margin for k, (_, is_measured) in speedups.items()}
-    best_k = max(speedups, key=lambda k: speedups[k][0] * weights[k])
-    speedup, is_measured = speedups[best_k]
-    return DraftLength(rows[0]["batch_size"], best_k if speedup > 1 else 0, speedup, is_measured)
+    reduced = {k: speedup * (1 - margin) for k, speedup in predicted.items()}
+    compared = reduced | measured
+    best_k = max(compared, key=lambda k: compared[k])
+
+    # K = 0 means that plain decoding is fastest.
+    speedup = (predicted | measured)[best_k]
+    return DraftLength(
+        batch_size=rows[0]["batch_size"],
+        k=best_k if speedup > 1 else 0,
+        speedup=speedup,
+        is_measured=best_k in measured,
+    )
 
 
 def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
@@ -425,7 +432,7 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
 
-    # Estimate the costs of rounds with fewer draft tokens, at this load. `draft_ms` in the row is
+    # Estimate the costs of rounds with up to K draft tokens, at this load. `draft_ms` in the row is
     # per draft token, and here per round. A lookup takes no passes: it counts as one, so that the
     # ratio of passes is 1.
     k = theory["K"]
@@ -433,10 +440,15 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     verify_ms = row["verify_ms"]
     passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
     draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
-    costs = [
-        RoundCost(n, step_ms + (verify_ms - step_ms) * n / k, draft_ms * passes[n] / passes[k])
-        for n in passes
-    ]
+    costs = []
+    for length, num_passes in passes.items():
+        costs.append(
+            RoundCost(
+                k=length,
+                verify_ms=step_ms + (verify_ms - step_ms) * length / k,
+                draft_ms=draft_ms * num_passes / passes[k],
+            )
+        )
     cost = RoundCost(k, verify_ms, draft_ms)
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
@@ -446,8 +458,8 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row is report["results"][0]:
         curve = theory["curve"]
 
-    # The row's measured speedup may differ from the one that is predicted at K. Scale the whole
-    # curve by this ratio.
+    # The row's measured speedup may differ from the one that is predicted at K. Multiply the whole
+    # curve by the ratio of the two.
     for point in curve:
         if 0 < point["k"] < k:
             yield (

@@ -50,8 +50,8 @@ def compute_interval(
 
     Returns:
         The ends of the interval. None for fewer than two prompts, and if the metric is undefined on
-        some resamples. Prompts of one cluster or batch count as one, because they are drawn
-        together.
+        some resamples. Prompts of one cluster or batch count as one prompt, because they are
+        resampled together.
     """
     # The columns that the metric reads: each is an array [P] over prompts, clusters or batches.
     data = select_measured(metric, sums)

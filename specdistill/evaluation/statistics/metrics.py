@@ -9,8 +9,8 @@ every draft, even if none was emitted, and leaves out rounds without a draft. Co
 numbers of a server.
 
 Every ratio is a micro-average, a ratio of sums over a row. The same formula gives the value and, on
-resampled prompts, its interval. The bootstrap resamples prompts, or what was drawn together, so
-nothing else is summed before.
+resampled prompts, its interval. The bootstrap resamples prompts, or groups of prompts that belong
+together, so numbers are kept for each prompt until then.
 
 Context buckets are powers of two: bucket b holds the rounds that began with b to 2b - 1 tokens
 before them.
@@ -339,10 +339,10 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
     """Return which prompts belong together when prompts are resampled, for a metric.
 
     The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
-    time, so do the prompts of a batch, which were decoded at the same time. If prompts have a
-    cluster and a batch, the units are either the clusters or the batches: the kind of which there
-    are fewer, and so larger ones. Units that keep together clusters and batches would be too large,
-    because a cluster may join batches, and a chain of clusters nearly all batches.
+    time, so do the prompts of a batch, which were decoded at the same time. If prompts have both a
+    cluster and a batch, the units are either the clusters or the batches, whichever are fewer and
+    so larger. Units that keep both whole would be too large: the prompts of a cluster may be in
+    several batches, so that a chain of clusters would join nearly all batches into one unit.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.
@@ -386,7 +386,7 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
       absent for a server, which sends totals only.
 
-    The rates, which are absent without any draft, and None where no draft reached the position:
+    The rates are absent if nothing was drafted. A rate is None if no draft reached its position:
 
     - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
       token was accepted. A draft reaches k if its round emits at least k tokens. So a round that a

@@ -19,7 +19,7 @@ from specdistill.serving.engines.client import ServerCounts
 
 ALL_PROMPTS = "all"
 AtLeastOne = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # for a speed to be computed from
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # above 0, as speeds divide by it
 # A record with an unknown key was not written by this package.
 STRICT_CONFIG = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ class Configuration:
         temperature: the sampling temperature; 0 is greedy.
         batch_size: the number of prompts decoded together.
         tree: the shape of the tree: its budget, depth and top_k, or its branching. None for a
-            chain, or for what the proposer's own settings say.
+            chain, or if the proposer's own settings say what is drafted.
         context_bucket: the number of tokens that prompts were cut to; `all` for uncut prompts.
     """
 
@@ -55,7 +55,8 @@ class RoundRecord:
     Each token's text is written as it continues the tokens before it.
 
     Attributes:
-        drafted: the draft tokens. For a tree, the accepted path continued by first children.
+        drafted: the draft tokens. For a tree, the accepted path, and then the first child of each
+            node.
         accepted: the prefix of `drafted` that was accepted and emitted.
         emitted: `accepted` and then the target's next token, unless a stop token cut it off.
         num_off_path: the number of nodes of a tree that are not in `drafted`.
@@ -119,12 +120,12 @@ class PromptRecord:
         num_in_draft_vocabulary: tokens of the baseline completion that the draft could have
             proposed; None if it can propose any.
         baseline_text: the completion without the draft; None if there is none.
-        counts: the counts of a server, for a completion by one. They take the place of rounds and
-            first token.
+        counts: the counts that a server returned with the completion. They take the place of
+            rounds and first token. None if this package decoded.
         batch: the number of the batch that the prompt was decoded in. The prompts of a batch share
             its time. None for a prompt decoded alone.
-        cluster: what was drawn for the suite, if several prompts come from it: the conversation of
-            a turn, or the prompt that several adapters get. None if it is the prompt itself.
+        cluster: the id of what several prompts have in common: the conversation whose turns they
+            are, or the prompt that several adapters get. None for a prompt on its own.
     """
 
     __pydantic_config__ = STRICT_CONFIG

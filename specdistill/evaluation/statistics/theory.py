@@ -146,39 +146,46 @@ def compute_speedup_curve(
     verify_ms = (cost.verify_ms * num_rounds - step_ms * num_plain_steps) / num_drafts
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 
-    def make_point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
-        """Return the point of the curve for a K' at which the text takes `num_rounds` rounds.
+    def make_point(rounds_of_text: float, mean_cost: RoundCost) -> dict[str, float]:
+        """Return the point of the curve for a K' at which the text takes `rounds_of_text` rounds.
 
-        `cost` is the mean cost of such a round. The length of the text, `num_tokens`, is fixed.
+        `mean_cost` is the mean cost of these rounds. The length of the text is always `num_tokens`.
         """
-        length = num_tokens / num_rounds
-        speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
-        return {"mean_acceptance_length": length, **vars(cost), "predicted_speedup": speedup}
+        length = num_tokens / rounds_of_text
+        v = mean_cost.verify_ms / step_ms
+        d = mean_cost.draft_ms / step_ms
+        return {
+            "mean_acceptance_length": length,
+            **vars(mean_cost),
+            "predicted_speedup": predicted_speedup(length, v, d),
+        }
 
-    # At K' = 0, plain decoding, each token takes a step. A K' below K can be predicted only if its
-    # rounds were timed, and if rounds at K were timed in the same way.
-    curve = [make_point(num_tokens, RoundCost(0, step_ms, 0.0))]
-    cost_of_k = {entry.k: entry for entry in timed}
-    longest = cost_of_k.get(cost.k)
-    for k in range(1, cost.k):
-        if longest is None or k not in cost_of_k:
+    # At K' = 0, plain decoding, each token takes a step. A K' below K (`shorter`) can be predicted
+    # only if its rounds were timed, and if rounds at K were timed in the same way.
+    curve = [make_point(num_tokens, RoundCost(k=0, verify_ms=step_ms, draft_ms=0.0))]
+    timed_at = {entry.k: entry for entry in timed}
+    timed_at_k = timed_at.get(cost.k)
+    for shorter in range(1, cost.k):
+        timed_at_shorter = timed_at.get(shorter)
+        if timed_at_k is None or timed_at_shorter is None:
             continue
 
         # With K' draft tokens, a round emits the tokens of its first K' + 1 positions. So the same
         # tokens take more rounds.
-        tokens_per_draft = (num_drafts + sum(emitted_per_position[1 : k + 1])) / num_drafts
-        num_drafts_at_k = tokens_of_drafts / tokens_per_draft
-        num_rounds_at_k = num_plain_steps + num_drafts_at_k
+        tokens_per_draft = (num_drafts + sum(emitted_per_position[1 : shorter + 1])) / num_drafts
+        num_more_drafts = tokens_of_drafts / tokens_per_draft
+        num_more_rounds = num_plain_steps + num_more_drafts
 
         # The costs at K' are scaled from those at K by their measured ratio.
-        verify_ms_at_k = verify_ms * cost_of_k[k].verify_ms / longest.verify_ms
-        draft_ms_at_k = draft_ms * cost_of_k[k].draft_ms / longest.draft_ms
+        shorter_verify_ms = verify_ms * timed_at_shorter.verify_ms / timed_at_k.verify_ms
+        shorter_draft_ms = draft_ms * timed_at_shorter.draft_ms / timed_at_k.draft_ms
+        total_verify_ms = step_ms * num_plain_steps + shorter_verify_ms * num_more_drafts
         mean_cost = RoundCost(
-            k,
-            (step_ms * num_plain_steps + verify_ms_at_k * num_drafts_at_k) / num_rounds_at_k,
-            draft_ms_at_k * num_drafts_at_k / num_rounds_at_k,
+            k=shorter,
+            verify_ms=total_verify_ms / num_more_rounds,
+            draft_ms=shorter_draft_ms * num_more_drafts / num_more_rounds,
         )
-        curve.append(make_point(num_rounds_at_k, mean_cost))
+        curve.append(make_point(num_more_rounds, mean_cost))
     curve.append(make_point(num_rounds, cost))
     return curve
 

@@ -267,7 +267,8 @@ def _check_unread_content(turn: Message, has_reasoning: bool, where: str) -> Non
     # reasoning itself was found as text, under one of the names in REASONING.
     if not has_reasoning:
         unread_names.append("reasoning_details")
-    # gpt-oss writes its answers to the user in the channel `final`. Turns in others are refused.
+    # gpt-oss writes its answers to the user in the channel `final`. Turns in other channels are
+    # refused.
     if turn.get("channel") != "final":
         unread_names.append("channel")
     for name in unread_names:
@@ -462,8 +463,9 @@ def use_template(tokenizer: Tokenizer, recipe: object) -> None:
         ):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
 
-        # Render an empty question, to find syntax errors of the template now. Any other error is
-        # ignored, because a template may refuse an empty question.
+        # Render an empty question, to find syntax errors of the template now. They become a
+        # UserError, which `suppress` lets through. Any other error of the template is ignored,
+        # because a template may refuse an empty question.
         with (
             suppress(*TEMPLATE_ERRORS),
             convert_errors(TemplateSyntaxError, "data.chat_template", path, "a Jinja template"),
@@ -522,8 +524,8 @@ def render_chat(
             if not _is_miswritten(rendered, form):
                 return rendered
 
-    # Without calls, render the conversation as it is. With calls of which no form is written
-    # correctly, this reports the error of the template, if it has one.
+    # Without calls, render the conversation as it is. With calls, the template has written no form
+    # correctly: rendering once more reports the error that the template raises, if it raises one.
     turns = f"turns {shorten_text(', '.join(message['role'] for message in messages))}"
     with convert_errors(
         TEMPLATE_ERRORS,
@@ -644,7 +646,9 @@ def check_expressed(
         A template that fails without the part requires it, so it does not ignore it.
         """
         try:
-            return render_chat(tokenizer, messages, False, where, tools, **template)
+            return render_chat(
+                tokenizer, messages, generation_prompt=False, where=where, tools=tools, **template
+            )
         except UserError:
             return None
 
@@ -683,12 +687,14 @@ def check_expressed(
             without_it = [*messages[:number], {**message, "content": ""}, *messages[number + 1 :]]
             parts[f"messages of the system, e.g. number {number},"] = (messages, without_it, tools)
 
-    # Render the conversation with and without each part that it has. If the texts are equal, the
-    # template ignores the part.
+    # Render the conversation with and without each part. If the texts are equal, the template
+    # ignores the part. A part that the conversation does not have is skipped.
     for name, (with_part, without_part, remaining_tools) in parts.items():
         if (with_part, tools) == (without_part, remaining_tools):
             continue
-        text = render_chat(tokenizer, with_part, False, where, tools, **template)
+        text = render_chat(
+            tokenizer, with_part, generation_prompt=False, where=where, tools=tools, **template
+        )
         if text == render_or_none(without_part, remaining_tools):
             raise UserError(
                 where,

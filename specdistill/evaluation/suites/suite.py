@@ -12,10 +12,11 @@ on the Hub as `hf://datasets/org/name@revision/path`. A row holds one of these k
                 a text or a list of messages.
     text        A text whose first tokens are the prompt.
 
-The keys `id`, `category` and `reference` are optional. The reference is the right answer, which
-answers are scored by. A suite's `columns` map these keys to the file's own columns. Two other forms
-of rows are known: a row with a `test_list` is a question to program, as in MBPP; a row with lists
-of messages in `question`, and the schemas of its tools in `function`, is one of BFCL.
+The keys `id`, `category` and `reference` are optional. The reference is the right answer, with
+which the target's answer is compared. A suite's `columns` map these keys to the file's own columns.
+Two other forms of rows are known: a row with a `test_list` is a question to program, as in MBPP; a
+row with lists of messages in `question`, and the schemas of its tools in `function`, is one of
+BFCL.
 
 With `turns: all`, each turn of the assistant is a prompt of its own, which consists of the turns
 before it as they were recorded.
@@ -92,17 +93,17 @@ class SuiteHeader(Section):
         {}, "name of a column in specdistill (prompt, user, …) -> its name in the prompts' file"
     )
     placeholder: str | None = option(
-        None, "rows whose prompt begins with this text are left out; null: none"
+        None, "rows whose prompt begins with this text are left out; null: no row is left out"
     )
     sweep: SweepConfig = section(SweepConfig)
     turns: Literal["last", "all"] = option(
         "last",
         "prompts that are made of a conversation (`messages`). last: one prompt of all messages;"
-        " all: a prompt for each turn of the assistant, of the messages before it",
+        " all: for each turn of the assistant, a prompt of the messages before that turn",
     )
     categories: Literal["turn", "kind"] | None = option(
         None,
-        "category of the prompts of `turns: all`: the number of the turn, or its kind (tool_call,"
+        "category of a prompt with `turns: all`: the number of the turn, or its kind (tool_call,"
         " reasoning, structured_output, prose); null: the row's category",
         condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
     )
@@ -190,7 +191,8 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             and for a row without a prompt.
         ResourceError: for a URL that cannot be read.
     """
-    path = _find_suite_file("pico" if name is None and target == "pico" else name, target, key)
+    suite_name = "pico" if name is None and target == "pico" else name
+    path = _find_suite_file(suite_name, target, key)
 
     # A plain file of prompts becomes a suite whose version is the beginning of the file's hash.
     if path.suffix == ".jsonl":
@@ -399,7 +401,7 @@ def cut_prompts(
         token or two shorter.
 
     Raises:
-        UserError: for a length that no prompt has, or that exceeds the target's context.
+        UserError: for a length that no prompt reaches, or that exceeds the target's context.
     """
     if not lengths:
         return {}
@@ -539,7 +541,7 @@ def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prompt) -> Prompt:
-    """Cut the longest message of a conversation until its prompt has at most `length` tokens.
+    """Cut a conversation's longest message until the prompt has at most `length` tokens.
 
     The message loses its beginning. A shortened text may have another number of tokens than
     expected when it is tokenized again, so the cut is repeated until the prompt is short enough.
@@ -577,10 +579,10 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
 
 
 def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
-    """Yield a prompt for each turn of the assistant in a conversation: the messages before it.
+    """Yield a prompt for each turn of the assistant: the messages before that turn.
 
-    The target is then asked for the turn that the assistant has in the data. The id of a prompt
-    ends with the number of the turn, from 1.
+    The target then writes a turn of its own in place of the recorded one. The id of a prompt ends
+    with the number of the turn, from 1.
 
     Args:
         row: the conversation.
@@ -593,7 +595,7 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
             "turns",
-            got=f"all, but prompt {row.id} has no turns of the assistant",
+            got=f"all, although prompt {row.id} has no turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
 
@@ -606,10 +608,10 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
         # before it: turn 1, turns 2 to 3, turns 4 to 7, …
         first = 2 ** (number.bit_length() - 1)
         range_name = "turn_1" if first == 1 else f"turn_{first}_to_{2 * first - 1}"
-        names = {"turn": range_name, "kind": _find_kind(row.content[index])}
+        category_names = {"turn": range_name, "kind": _find_kind(row.content[index])}
         yield SuiteRow(
             id=f"{row.id}/{number}",
-            category=names[categories] if categories else row.category,
+            category=category_names[categories] if categories else row.category,
             kind=row.kind,
             content=row.content[:index],
             tools=row.tools,
@@ -696,7 +698,9 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
             )
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
-        text = render_chat(tokenizer, row.content, True, where, row.tools)
+        text = render_chat(
+            tokenizer, row.content, generation_prompt=True, where=where, tools=row.tools
+        )
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(row.id, row.category, text, tuple(ids), row.cluster)
 
@@ -923,7 +927,7 @@ def _convert_row(
         tools=tools,
     )
 
-    # In reports, the category `all` stands for the whole suite.
+    # In reports, the category `all` stands for the whole suite, so no prompt may have it.
     if row.category == "all":
         raise UserError(
             "eval.suite",
