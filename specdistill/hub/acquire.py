@@ -471,11 +471,11 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
         # Nobody checks the metadata of cards, so broken ones are ignored.
         with suppress(ValueError):
             base_model = read_front_matter(draft.folder / CARD).get("base_model")
-    models = [base_model] if isinstance(base_model, str) else base_model or []
+    models = base_model if isinstance(base_model, list) else [base_model] if base_model else []
     model_names = {str(model).lower() for model in models}
     if target.repository and models and target.repository.lower() not in model_names:
-        logger.info(
-            f"warning: the card of {draft.name} says that it was made for"
+        logger.warning(
+            f"the card of {draft.name} says that it was made for"
             f" {', '.join(map(str, models))}, not {target.repository}. Only the sizes of the two"
             " were compared, and they fit"
         )

@@ -47,6 +47,7 @@ from specdistill.evaluation.report.schema import (
     SamplingTestDocument,
 )
 from specdistill.evaluation.statistics.intervals import (
+    CONTROL_P_VALUE,
     MIN_EXPECTED,
     can_compare,
     run_chi_square_test,
@@ -69,9 +70,6 @@ NUM_PROBED_TOKENS = 48
 TOKENS_PER_DRAW = 4
 MIN_DRAWS = 50
 MAX_DRAWS = 400
-# The wrong rule counts as detected if its p-value is at most this. The gates in eval/gates ask for
-# the same value. If fewer draws do not detect it, the test goes on to MAX_DRAWS.
-CONTROL_P_VALUE = 0.01
 
 # A function from the token ids of a batch's prompts to those of their completions.
 Generate = Callable[[tuple[tuple[int, ...], ...]], Sequence[tuple[int, ...]]]

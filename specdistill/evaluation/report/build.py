@@ -22,7 +22,11 @@ from specdistill import __version__
 from specdistill.common.credentials import remove_places
 from specdistill.evaluation.report.phrases import Report
 from specdistill.evaluation.report.schema import ContextBucketDocument
-from specdistill.evaluation.statistics.intervals import compute_interval, compute_macro_interval
+from specdistill.evaluation.statistics.intervals import (
+    CONTROL_P_VALUE,
+    compute_interval,
+    compute_macro_interval,
+)
 from specdistill.evaluation.statistics.metrics import (
     METRICS,
     PromptSums,
@@ -571,7 +575,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
         )
 
     # A sampling test that does not even reject a wrong rule.
-    if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
+    sampling_test = lossless.get("sampling_test", {})
+    if sampling_test.get("negative_control_p_value", 0) > CONTROL_P_VALUE:
         yield (
             "insensitive_sampling_test",
             "The sampling test did not detect a rule that is wrong on purpose, so its result means"

@@ -149,9 +149,13 @@ def stage_files(folder: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
             yield Path(name)
 
-            # Move report.json or comparison.json first. If this is interrupted, no page is newer
-            # than this document.
-            for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
+            # Move report.json or comparison.json first, then the records, then the pages. If this
+            # is interrupted, no page is newer than the data that it shows.
+            data_first = [".json", ".jsonl"]
+            for path in sorted(
+                Path(name).iterdir(),
+                key=lambda path: data_first.index(path.suffix) if path.suffix in data_first else 2,
+            ):
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise ResourceError(

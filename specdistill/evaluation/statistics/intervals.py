@@ -26,6 +26,9 @@ from specdistill.evaluation.statistics.metrics import (
 # Bootstrap resamples of an interval. More make the ends of the interval steadier and take longer.
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound; below it the chi-square approximation is poor
+# The sampling test is trusted if it rejects a rule that is wrong on purpose with a p-value of at
+# most this. The gates in eval/gates ask for the same value.
+CONTROL_P_VALUE = 0.01
 # The usual power and significance level of a comparison.
 POWER = 0.8
 SIGNIFICANCE = 0.05

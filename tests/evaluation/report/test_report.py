@@ -686,7 +686,9 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
         ("near_ties", lambda report: report["lossless"].update(near_ties=2)),
         (
             "insensitive_sampling_test",
-            lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3),
+            lambda report: report["lossless"]["sampling_test"].update(
+                negative_control_p_value=0.02
+            ),
         ),
         ("disturbed", lambda report: report["results"][0].update(num_disturbed_rounds=3)),
         ("loops", lambda report: report["results"][0].update(num_looping=9)),
