@@ -376,7 +376,7 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     except UserError as error:
         if draft_info is not None:
             raise
-        return PlanRow(method, False, str(error), recipe)
+        return PlanRow(method, available=False, note=str(error), recipe=recipe)
 
     # The number of training tokens is that of the recipe, or else that of published drafts.
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
@@ -529,8 +529,8 @@ def _estimate_training(
     method: str,
     planned: PlannedDraft,
     scenario: Scenario,
-    name: str | None,
-    recipe: RecipeKeys,
+    recipe: str | None,
+    settings: RecipeKeys,
     tokens: int | None,
 ) -> dict[str, Any]:
     """Estimate the memory, hours and disk space of training a draft.
@@ -539,8 +539,8 @@ def _estimate_training(
         method: the method.
         planned: the sizes of the draft.
         scenario: the target and the device.
-        name: the name of the recipe; None if there is none.
-        recipe: the keys of this recipe, if the draft is trained with the recipe unchanged; else
+        recipe: the name of the recipe; None if there is none.
+        settings: the keys of this recipe, if the draft is trained with the recipe unchanged; else
             empty.
         tokens: distinct training tokens; None if they are not known.
 
@@ -558,13 +558,13 @@ def _estimate_training(
         }
     target = scenario.target
     itemsize = target.itemsize()
-    rows, length = _choose_micro_batch(scenario, recipe)
+    rows, length = _choose_micro_batch(scenario, settings)
 
     # Estimate memory and speed of a training step. Of the recipe's section `draft`, only the number
     # of unrolled steps matters here. Then choose on how many devices to train, so that memory
     # suffices.
     draft_keys = {
-        key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"
+        key: value for key, value in settings.get("draft", {}).items() if key == "ttt_steps"
     }
     memory, tokens_per_second = estimate_training_needs(
         method,
@@ -581,10 +581,13 @@ def _estimate_training(
 
     # The recipe's own launch and number of steps take precedence.
     trained = tokens
-    if recipe:
-        is_sharded = recipe["target"].get("shard") == "layers"
-        launch = describe_launch(target, memory, *launch_of(str(name)), is_sharded=is_sharded)
-        train = recipe["train"]
+    if settings:
+        configuration, num_processes = launch_of(str(recipe))
+        is_sharded = settings["target"].get("shard") == "layers"
+        launch = describe_launch(
+            target, memory, configuration, num_processes, is_sharded=is_sharded
+        )
+        train = settings["train"]
         steps = train["max_steps"] * train.get("gradient_accumulation_steps", 1)
         trained = steps * rows * length * launch.num_processes
 
@@ -601,15 +604,15 @@ def _estimate_training(
     }
 
 
-def _choose_micro_batch(scenario: Scenario, recipe: RecipeKeys) -> tuple[int, int]:
+def _choose_micro_batch(scenario: Scenario, settings: RecipeKeys) -> tuple[int, int]:
     """Return the number of rows of a micro-batch in training, and the tokens of a row.
 
-    Each is the number in the options, else that in the recipe, else a default. A row is no longer
-    than the target's longest context.
+    Each is the number in the options, else that in the recipe's settings, else a default. A row is
+    no longer than the target's longest context.
     """
-    train = recipe.get("train", {})
+    train = settings.get("train", {})
     rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
-    length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
+    length = scenario.max_length or settings.get("data", {}).get("max_length", MAX_LENGTH)
     context = getattr(scenario.target.text, "max_position_embeddings", None)
     return rows, min(length, context or length)
 
@@ -663,7 +666,7 @@ def estimate_training_needs(
 
     # If the step's own code can run without weights, count its operations. This gives a better
     # number for the activations.
-    layers = sizes.count_layer_weights_read(target.model) if runs_layers else 0.0
+    layer_weights = sizes.count_layer_weights_read(target.model) if runs_layers else 0.0
     if computed and planned.build is not None:
         step = count_training_step(
             method,
@@ -677,14 +680,18 @@ def estimate_training_needs(
         memory["activations"] = step.peak
         # The ledger does not count the target's layers, so their operations are added: two for each
         # weight and token.
-        return memory, device.estimate_tokens_per_second(step, num_tokens, 2 * layers * num_tokens)
+        layer_flops = 2 * layer_weights * num_tokens
+        return memory, device.estimate_tokens_per_second(step, num_tokens, layer_flops)
 
     # Otherwise count two operations per weight and token for the forward pass of the target, and
     # six per weight and position for forward and backward of the draft.
-    head = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
-    flops_per_token = 2 * (layers + head) + 6 * planned.parts.read * positions
-    flops = MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
-    return memory, flops / flops_per_token
+    other_weights = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
+    target_weights = layer_weights + other_weights
+    flops_per_token = 2 * target_weights + 6 * planned.parts.read * positions
+    flops_per_second = (
+        MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
+    )
+    return memory, flops_per_second / flops_per_token
 
 
 def _choose_launch(
