@@ -242,16 +242,16 @@ class PlanRow:
 class Scenario:
     """The setting of a plan, and the cost of passes of target and draft in it.
 
-    The cost of a pass is the bytes that it reads. Where its arithmetic takes longer, it is the
-    bytes that could be read in that time.
+    The cost of a pass is the number of bytes that it reads. If its arithmetic takes longer, the
+    cost is the number of bytes that could be read in that time.
 
     Attributes:
         target: the target, by its config.json.
         serving: how the target is to be served.
         batch_size: rows of a micro-batch in training; None for the recipe's, else BATCH_SIZE.
         max_length: tokens of a row; None for the recipe's, else MAX_LENGTH.
-        computed: run the training step over tensors without content, if the method can
-            (`PlannedDraft.build`). This takes seconds.
+        computed: whether to run the training step over tensors without content, if the method
+            supports it (`PlannedDraft.build`). This takes seconds.
         device: the device that serves and trains.
     """
 
@@ -640,8 +640,8 @@ def estimate_training_needs(
         draft_keys: keys of the recipe's section `draft`.
         micro_batch: rows, and tokens of a row.
         itemsize: bytes of a number of the target's weights.
-        computed: run the training step's own code over tensors without content, if the method
-            supports it. Otherwise both results are rough.
+        computed: whether to run the training step's own code over tensors without content, if the
+            method supports it. Otherwise both results are rough.
         is_mixed: whether the step runs under bfloat16 autocast.
         runs_layers: whether each step runs the target's layers. If not, their hidden states are
             read from disk.

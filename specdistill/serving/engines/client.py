@@ -297,7 +297,7 @@ class Client:
         """
         # Find the counters of accepted tokens by position, which some engines have. Their names end
         # in the position. Sorting by length first puts position 10 after position 9.
-        positions = sorted(
+        position_counters = sorted(
             {name for name in (*before, *after) if PER_POSITION in name},
             key=lambda name: (len(name), name),
         )
@@ -315,7 +315,7 @@ class Client:
         # value, and the larger of its two values is taken.
         pairs = {
             name: (before.get(name, 0.0), after.get(name, 0.0))
-            for name in (*self.drafting, *positions)
+            for name in (*self.drafting, *position_counters)
         }
         growths = {
             name: new - old if "_total" in name else max(old, new)
@@ -337,7 +337,7 @@ class Client:
 
         # Convert the growth to numbers of drafts and tokens, by the formula of the engine.
         drafts, drafted, accepted = self.drafted_by(*(growths[name] for name in self.drafting))
-        accepted_per_position = [int(growths[name]) for name in positions]
+        accepted_per_position = [int(growths[name]) for name in position_counters]
         return {
             "num_drafts": int(drafts),
             "num_draft_tokens": int(drafted),

@@ -186,8 +186,9 @@ class Program:
     Attributes:
         command: the command as users type it.
         arguments: (served) -> the arguments for a target and its draft.
-        measured: options that a server needs to be measured, with or without a draft.
-        measured_draft: further options that a server with a draft needs to be measured.
+        measured: options with which a server must be started for a measurement, with or without a
+            draft.
+        measured_draft: further options for the measurement of a server with a draft.
         variables: (served) -> the environment variables that users set for the program.
         settings: (a recipe's `target`, its `eval`, tokens of the longest sequence) -> options.
     """
