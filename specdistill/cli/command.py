@@ -90,7 +90,7 @@ def run(
 
 @contextmanager
 def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
-    """Rewrite the errors of a `with` block for the user of a command.
+    """Rewrite the errors that leave a `with` block for the user of a command.
 
     Errors name keys as the user typed them, for example `target` for `target.model`. An
     out-of-memory error of torch becomes an error that says what to do.
@@ -127,8 +127,8 @@ def print_help(
         introduction: the docstring of the command.
         schemas: the classes whose fields are the keys of the command.
         arguments: the arguments of the command. With `all`, all keys are printed. With
-            `method=NAME`, or with a recipe that sets the method, keys of other methods are left
-            out.
+            `method=NAME`, or with a recipe that sets the method, the keys of all other methods are
+            left out.
         shorthands: short key -> recipe key.
         common: the most used keys. Without `all`, only these are printed. If `common` is empty, all
             keys are printed.
@@ -138,7 +138,8 @@ def print_help(
     is_short = bool(common) and "all" not in arguments
 
     # Collect a row (key, type, default, meaning) for each key. `list_leaves` lists the keys of one
-    # method, the default one if none is named; `describe` lists the keys of all methods.
+    # method, which is the default method if none is named. `describe` lists the keys of all
+    # methods.
     values = merge_values(
         [argument for argument in select_recipe_keys(arguments, shorthands) if "=" in argument]
     )
@@ -149,7 +150,7 @@ def print_help(
             list_leaves([schema.select_schema(values)]) if lists_one_method else describe(schema)
         )
     if is_short:
-        rows = [row for row in rows if row[0] in common]
+        rows = [(key, kind, default, text) for key, kind, default, text in rows if key in common]
 
     # With --json the help is a list of keys. Otherwise it begins with the docstring.
     names = ("key", "type", "default", "help")
@@ -159,7 +160,8 @@ def print_help(
     # Print one table for each section of the recipe, and one for the keys without a section.
     groups: dict[str, list[HelpRow]] = {}
     for row in rows:
-        section, dot, _ = row[0].partition(".")
+        key, *_ = row
+        section, dot, _ = key.partition(".")
         groups.setdefault(section if dot else "keys (key=value)", []).append(row)
     for title, group in groups.items():
         _print_keys(title, group, console)
@@ -181,7 +183,7 @@ def print_help(
 
 
 def _print_keys(title: str, rows: Sequence[HelpRow], console: Console) -> None:
-    """Print a table with the meaning, type and default of each key of a section.
+    """Print a table of a section's keys, each with its meaning, type and default.
 
     Args:
         title: the name of the section.

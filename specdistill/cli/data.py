@@ -65,7 +65,7 @@ def make(arguments: list[str]) -> int:
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import make_shard, merge_shards
 
-    # Blocks of a shard are merged later, together with the shards of other machines. If the recipe
+    # The blocks of a shard are merged later, together with those of other machines. If the recipe
     # sets no shard, this process has made all blocks, and merges them at once.
     job, index, count = make_shard(recipe)
     if recipe.data.shard is not None:
@@ -137,7 +137,7 @@ def features(arguments: list[str]) -> int:
 
 
 def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
-    """Load the recipe whose training rows are wanted.
+    """Load the recipe of training rows, and refuse a method that needs no training.
 
     Args:
         keys: the `key=value` arguments of the recipe.
@@ -189,7 +189,7 @@ def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) 
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import prepare_job
 
-    # Check the job on this machine, which will not generate text itself.
+    # Check the job on this machine, which does not generate text itself.
     job = prepare_job(recipe, generates=False)
     job.check()
     # Reading this property loads and filters the sources, and caches them on the disk, where the

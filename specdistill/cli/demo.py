@@ -27,8 +27,8 @@ def demo(arguments: list[str]) -> int:
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
     output_dir = load_recipe(Recipe, select_recipe_keys(keys)).train["output_dir"]
 
-    # Remove the results of an earlier demo, but only the demo's own folder, and only if a training
-    # wrote it (it then has run/recipe.yaml). The verb `train` checks any other folder.
+    # Remove the results of an earlier demo: only the demo's own folder, and only if a training
+    # wrote it, so that it has run/recipe.yaml. The verb `train` checks any other folder.
     if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
         if Path(DEMO_FOLDER).is_symlink():
             raise UserError(
@@ -40,7 +40,7 @@ def demo(arguments: list[str]) -> int:
 
     # Run each verb in a process of its own, as a user would. Stop at the first verb that fails.
     for verb in ("train", "eval"):
-        # With --json only the verb `eval` prints a result, its report.
+        # With --json only the verb `eval` prints a result: its report.
         command = [verb, *(key for key in keys if verb == "eval" or key != JSON)]
         logger.info(f"$ specdistill {shlex.join(command)}")
         code = subprocess.run(

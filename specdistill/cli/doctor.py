@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # The severity of a finding -> the style that it is printed in. Findings are printed in this order.
 STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim"}
-INDENT = 9  # columns of the severity, before the text of a finding
+INDENT = 9  # the width of the severity column, which stands before the text of a finding
 DOCTOR = {**TARGET, "suite": "eval.suite"}  # short key -> recipe key, for this command
 
 
@@ -63,7 +63,7 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
         if finding.do:
             console.print(" " * INDENT + finding.do)
 
-    # The acceptance length on a few prompts, and the one that training had simulated.
+    # The acceptance length on a few prompts, and the acceptance length that training simulated.
     if diagnosis.prompts:
         console.print(f"prompts: {diagnosis.prompts}")
     decoded = diagnosis.acceptance
@@ -77,7 +77,7 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
             line += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(line)
 
-    # The acceptance length if a lookup proposes first, where it finds something.
+    # The acceptance length if the lookup proposes, and the draft only where it finds nothing.
     with_lookup = diagnosis.behind_lookup
     if with_lookup:
         console.print(

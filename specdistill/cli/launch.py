@@ -51,7 +51,7 @@ class LaunchOptions(Section):
     )
     num_processes: int | None = option(
         None,
-        "processes on all machines, one per GPU; null: as in the YAML file",
+        "number of processes on all machines together, one per GPU; null: as in the YAML file",
         ge=1,
         condition=LAUNCH_IS_GIVEN,
     )
@@ -79,10 +79,11 @@ LIBRARIES = ("torch", "transformers.trainer", "datasets")
 
 
 def import_libraries() -> None:
-    """Import torch, transformers and datasets, with the garbage collector switched off meanwhile.
+    """Import torch, transformers and datasets while the garbage collector is switched off.
 
-    The imports create a million objects that live until the process ends. The collector went over
-    them again and again, which took 3 of the 8 seconds until a command reported a mistake.
+    The imports create a million objects that live until the process ends. Otherwise the collector
+    would go over them again and again, which took 3 of the 8 seconds until a command reported a
+    mistake.
     """
     # If the caller has switched the collector off, it stays off, and nothing is imported here: the
     # libraries are then imported where they are first needed.
@@ -134,11 +135,11 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
 
     # torch logs a long report about a failed process. The errors below take its place.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Pass signals on to the processes. If there are several, torch replaces these handlers by its
-    # own while it runs; for one process accelerate sets none.
-    handlers = {}
+    # Pass signals on to the processes. If there are several processes, torch replaces these
+    # handlers by its own while it runs; for one process accelerate sets no handlers.
+    previous_handlers = {}
     for number in (signal.SIGTERM, signal.SIGINT):
-        handlers[number] = signal.signal(number, _forward_signal)
+        previous_handlers[number] = signal.signal(number, _forward_signal)
 
     # Run the processes, and turn each kind of failure into an exit code or an error.
     try:
@@ -155,7 +156,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
         # Shells report a signal as 128 plus its number.
         return 128 + error.sigval
     finally:
-        for number, handler in handlers.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
     return ExitCode.DONE
 
@@ -215,8 +216,8 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
     check_devices(processes // machines, "num_processes")
     _check_machines(machines, chosen, options)
 
-    # On one machine, port 0 lets accelerate take any free port. On several machines all have to
-    # name the same port; 29500 is the default of torch.
+    # On one machine, port 0 lets accelerate take any free port. If there are several machines, all
+    # of them have to name the same port; 29500 is the default of torch.
     default_port = 29500 if machines > 1 else 0
     return {**options, "main_process_port": chosen.main_process_port or default_port}
 
@@ -278,8 +279,8 @@ def _read_configuration(configuration: Path) -> tuple[Any, dict[str, Any]]:
     with convert_errors((ValueError, TypeError, KeyError), "launch", configuration, expected):
         settings = ClusterConfig.from_yaml_file(str(configuration))
 
-    # `accelerate config` writes port 0 to mean any free port. LaunchOptions says the same with
-    # None.
+    # `accelerate config` writes port 0 to mean any free port. In LaunchOptions, None means the
+    # same.
     if file_keys.get("main_process_port") == 0:
         del file_keys["main_process_port"]
     return settings, {
@@ -293,7 +294,7 @@ def _check_exit_code(code: int, process: str) -> int:
     """Return the exit code of a process, or raise ResourceError if a signal killed the process.
 
     Args:
-        code: the exit code; the negative number of the signal for a killed process.
+        code: the exit code; for a killed process, minus the number of the signal.
         process: the name of the process, for the error.
     """
     if code >= 0:
@@ -309,8 +310,8 @@ def _check_exit_code(code: int, process: str) -> int:
 def _forward_signal(number: int, _frame: FrameType | None) -> None:
     """Pass a signal on to the child processes of this process, except a Ctrl-C in a terminal.
 
-    A Ctrl-C is the signal SIGINT. The terminal sends it to this process and to its children, so
-    the children would get it twice.
+    A Ctrl-C is the signal SIGINT. The terminal sends it to this process and to the children itself,
+    so they would get the signal twice.
 
     Args:
         number: the number of the signal.

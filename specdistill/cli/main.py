@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the verb and its arguments; None for those of the command line.
     """
-    # If there is no argument at all, the verb is the empty string.
+    # Without any argument, the verb is the empty string.
     words = list(sys.argv[1:] if arguments is None else arguments) or [""]
     verb, *verb_arguments = words
     return run_and_report(lambda: _run(verb, verb_arguments), verb_arguments)
@@ -85,24 +85,24 @@ def _run(verb: str, arguments: list[str]) -> int:
             nearest=find_nearest(verb, VERBS),
         )
 
-    # Print the help of a verb. The recipe that trains the target pico has keys of its own, so its
-    # script prints its help.
-    row = VERBS[verb]
+    # Print the help of a verb. A recipe that trains the target pico has keys of its own, so the
+    # script for such recipes prints the help for them, when the verb is run below.
+    entry = VERBS[verb]
     if HELP & set(arguments) and not (verb == "train" and is_target_recipe(arguments)):
         print_help(
-            f"specdistill {verb}: {row.run.__doc__}",
-            [pkgutil.resolve_name(f"specdistill.{name}") for name in row.schemas.split()],
+            f"specdistill {verb}: {entry.run.__doc__}",
+            [pkgutil.resolve_name(f"specdistill.{name}") for name in entry.schemas.split()],
             arguments,
-            row.shorthands,
-            row.common.split(),
+            shorthands=entry.shorthands,
+            common=entry.common.split(),
         )
         return ExitCode.DONE
 
     # Run the verb. GGUF files are checked first, because that needs no slow import.
-    with report_keys_as_typed(arguments, row.shorthands):
+    with report_keys_as_typed(arguments, entry.shorthands):
         parts = [argument.partition("=") for argument in arguments]
         check_gguf_files((key, value) for key, _, value in parts)
-        return row.run(arguments)
+        return entry.run(arguments)
 
 
 def _print_help_of_verbs() -> ExitCode:
@@ -112,8 +112,8 @@ def _print_help_of_verbs() -> ExitCode:
         "To list the keys of a verb: specdistill help VERB\n"
     )
     summaries = {}
-    for name, row in VERBS.items():
-        first_paragraph = cleandoc(row.run.__doc__ or "").partition("\n\n")[0]
+    for name, entry in VERBS.items():
+        first_paragraph = cleandoc(entry.run.__doc__ or "").partition("\n\n")[0]
         summaries[name] = join_lines(first_paragraph)
         print(f"  {name:10} {summaries[name]}")
     print_result(summaries)
@@ -129,7 +129,7 @@ class Verb(NamedTuple):
         schemas: the classes whose keys the verb takes, as `module:Class` below the package
             `specdistill`, separated by spaces. They are named by text, because importing some of
             them is slow.
-        common: the keys that `--help` shows, separated by spaces. Empty: it shows all keys.
+        common: the keys that `--help` shows, separated by spaces. Empty: `--help` shows all keys.
         shorthands: short key -> recipe key.
     """
 

@@ -22,8 +22,8 @@ from specdistill.serving.engines.client import Counters
 from specdistill.serving.engines.server import Server
 
 # The watched time is divided into this many equal parts, and the intervals are computed from the
-# differences between them. That assumes independent parts. A request that runs across a boundary
-# belongs to two of them, so a few long parts are better than many short ones.
+# differences between the parts. That assumes independent parts. A request that runs across a
+# boundary belongs to two parts, so a few long parts are better than many short ones.
 NUM_PARTS = 6
 # `watch` has no effect on what was counted since the server started.
 SECONDS_ARE_GIVEN = Condition("with seconds above 0", lambda options: options.seconds > 0)
@@ -33,12 +33,12 @@ class MonitorOptions(Section):
     """The options of `specdistill monitor`."""
 
     server: str = option(
-        ..., "address of a running vLLM, SGLang or llama.cpp, e.g. http://127.0.0.1:8000"
+        ..., "address of a running vLLM, SGLang or llama.cpp server, e.g. http://127.0.0.1:8000"
     )
     seconds: float = option(
         60.0,
-        f"seconds to watch the server, in {NUM_PARTS} parts, from which confidence intervals are"
-        " computed; 0: report everything since the server started",
+        f"seconds to watch the server; confidence intervals are computed from {NUM_PARTS} parts of"
+        " this time; 0: report everything since the server started",
         ge=0,
         le=604_800,
     )
@@ -59,7 +59,7 @@ def monitor(arguments: list[str]) -> int:
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
     # If the output file is a link, write the file that the link points to. An empty `output=` is
-    # loaded as None, as if it had not been typed; the check refuses it nevertheless.
+    # loaded as None, as if it had not been typed, but the check below refuses it.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")
@@ -75,7 +75,7 @@ def monitor(arguments: list[str]) -> int:
     from specdistill.evaluation.report.files import stage_files
     from specdistill.serving.monitor import find_engine, summarize_acceptance
 
-    # Find out which engine it is, and print what will be measured.
+    # Find out which engine runs the server, and print what will be measured.
     engine, client = find_engine(server)
     num_parts = NUM_PARTS if seconds else 1
     period = "since the server started"
@@ -123,9 +123,9 @@ def monitor(arguments: list[str]) -> int:
 def _check_output_file(output: Path, typed_path: str) -> None:
     """Raise UserError unless the output file can be written.
 
-    Results are written to a temporary file, which is then renamed to the output file. This must not
-    replace a folder or a device. The empty path of `output=` is the working directory, a folder, so
-    it is refused too.
+    Results are written to a temporary file, which is then renamed to the output file. Renaming must
+    not replace a folder or a device. The empty path of `output=` stands for the working directory,
+    a folder, so it is refused, too.
 
     Args:
         output: the absolute path of the output file.
@@ -141,7 +141,7 @@ def format_line(row: ResultRow) -> str:
 
     Args:
         row: a result of `summarize_acceptance`, with metrics named as in a report. `num_drafts` is
-            how many times the server has drafted tokens.
+            the number of times that the server drafted.
     """
     # Each metric with its confidence interval in brackets.
     length, rate = (

@@ -19,8 +19,8 @@ def publish(arguments: list[str]) -> int:
     # This module imports torch, so it is imported only here.
     from specdistill.hub.publish import print_outcome, publish_run
 
-    # A draft that is refused is not published, so the outcome has no folder. With force=REASON the
-    # draft is published although it is refused, and the model card states the refusals.
+    # If the draft is refused, it is not published, and the outcome has no folder. With force=REASON
+    # a refused draft is published nevertheless, and the model card states the refusals.
     outcome = publish_run(options)
     print_outcome(outcome)
     print_result(outcome)

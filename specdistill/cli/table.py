@@ -15,7 +15,7 @@ class TableOptions(Section):
     reports: list[str] = option(
         ...,
         "reports: report.json files, folders of a report, or folders with several reports below;"
-        " reports= may be left out",
+        " `reports=` itself may be left out",
     )
 
 
@@ -25,7 +25,7 @@ def table(arguments: list[str]) -> int:
     specdistill table runs/mine/report runs/other/report
     specdistill table runs/comparison --json
     """
-    # Arguments without `=` are paths of reports: spaces or commas may separate them.
+    # Arguments without `=` are paths of reports. Commas may separate several paths in one argument.
     paths = []
     keys = []
     for argument in select_recipe_keys(arguments):
@@ -33,7 +33,7 @@ def table(arguments: list[str]) -> int:
             keys.append(argument)
         else:
             paths += argument.split(",")
-    # Write the paths as a list in JSON, which is YAML too. So a path may contain spaces.
+    # Write the paths as a list in JSON, so that a path may contain spaces. JSON is YAML, too.
     if paths:
         keys.append(f"reports={json.dumps(paths)}")
     options = load_recipe(TableOptions, keys)

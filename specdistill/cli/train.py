@@ -12,7 +12,7 @@ from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, ch
 from specdistill.recipe.load import load_own_keys, load_recipe, merge_values
 from specdistill.recipe.short_keys import TRAIN, select_recipe_keys
 
-# The script that trained pico. It has a recipe of its own kind.
+# The script that trained pico. Its recipes have keys of their own.
 TARGET_SCRIPT = ROOT / "train" / "target.py"
 
 
@@ -23,9 +23,9 @@ def train(arguments: list[str]) -> int:
     specdistill train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2
     specdistill train recipe=mine.yaml launch=ddp num_processes=8
     """
-    # Separate the keys of the launcher from the keys of the recipe.
+    # Separate the keys of the launcher from the keys of the recipe. Flags such as --json set no
+    # values, and have no `=`.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
-    # Flags, such as --json, have no `=`, and set no values.
     keys = select_recipe_keys(recipe_arguments, TRAIN)
     values = merge_values([key for key in keys if "=" in key])
 
@@ -40,8 +40,8 @@ def train(arguments: list[str]) -> int:
         runpy.run_path(str(TARGET_SCRIPT), run_name="__main__")
         return ExitCode.DONE
 
-    # Check the method, the recipe and its files before torch is imported, which is slow. An unknown
-    # method (`method` is None) is refused by `load_recipe`.
+    # Check the method, the recipe and its files before torch is imported, which is slow. If
+    # `method` is None, its name is unknown, and `load_recipe` refuses it.
     method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
     if method is not None and not method.is_trained:
         raise UserError(

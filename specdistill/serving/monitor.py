@@ -2,23 +2,23 @@
 
 The verdict says whether acceptance is below what the default gate warns of.
 
-Counters tell how many drafts there were, not whose. The tokens of a draft are accepted or rejected
-together, and so are the drafts of a request. An interval over draft tokens or drafts would
-therefore be too narrow. Here time is cut into equal parts, with a reading after each (batch means).
-A rate is the ratio of sums over all parts. Its error is the jackknife's over the parts in which
-something was drafted, and its interval is Student's t with one degree of freedom less than there
-are such parts.
+Counters tell how many drafts there were, but not to which requests they belong. Acceptance is
+similar within a draft and within a request, so an interval over draft tokens or drafts would be too
+narrow. Here time is cut into equal parts, with a reading after each part (batch means). A rate is
+the ratio of sums over all parts. Its error is the jackknife's over the parts in which something was
+drafted. Its interval is Student's t, with one degree of freedom less than the number of these
+parts.
 
 This assumes parts that are nearly independent:
 
 - An engine that counts a request when it has ended has each request in one part.
 - An engine that counts while requests run has a request in several parts. Where requests take more
   than MAX_BLUR_SHARE of a part on average, there is no interval, as it would be too narrow.
-- What was counted since a server started is one part, without an interval.
+- The time since a server started is one part, so there is no interval for it.
 
-llama.cpp's page prints six digits, so the counters of a long-running server jump, by 10 from a
-million on. Where such a jump is more than MAX_BLUR of a part's growth, there are no numbers.
-Accepted tokens by position are whole numbers.
+llama.cpp's page prints six digits, so the counters of a long-running server grow in jumps: by 10
+from a million on. If such a jump is more than the share MAX_BLUR of a counter's growth in a part,
+no metrics are computed. Accepted tokens by position are whole numbers.
 """
 
 import math
@@ -38,12 +38,12 @@ from specdistill.serving.engines import ENGINES, list_engines_with
 from specdistill.serving.engines.client import Client, Counters
 from specdistill.serving.engines.server import Server
 
-# The longest mean duration of a request, as a share of a part of the time. Longer requests extend
-# over several parts, which are then not independent, and the interval is too narrow. A smaller
-# share would make users wait longer for an interval.
+# The longest mean duration of a request, as a share of the duration of a part. Longer requests
+# extend over several parts, which are then not independent, and the interval is too narrow. A
+# smaller share would make users wait longer for an interval.
 MAX_BLUR_SHARE = 0.25
-# The largest jump of a counter, as a share of its growth in a part. It bounds the error of the
-# numbers by rounding to 1 %.
+# The largest jump of a counter, as a share of the counter's growth in a part. So rounding changes
+# the metrics by at most 1 %.
 MAX_BLUR = 0.01
 # Metric -> (lowest, highest possible value).
 POSSIBLE_RANGES = {"acceptance_length_vllm": (1.0, np.inf), "acceptance_rate": (0.0, 1.0)}
@@ -61,7 +61,7 @@ def find_engine(server: Server) -> tuple[str, Client]:
     Raises:
         ResourceError: for a server without the counters of a known engine.
     """
-    # A client knows the counters of an engine. Not every engine has one.
+    # A client knows the counters of an engine. Not every engine has a client.
     clients: dict[str, Client] = {}
     for name in list_engines_with("client"):
         client = ENGINES[name].client
@@ -70,9 +70,9 @@ def find_engine(server: Server) -> tuple[str, Client]:
     hint = "; ".join(client.hint for client in clients.values())
 
     # The names of an engine's counters begin with its prefix, e.g. `vllm:`.
-    page = server.read_samples(hint)
+    samples = server.read_samples(hint)
     for engine, client in clients.items():
-        if any(name.startswith(f"{client.prefix}:") for name, _, _ in page):
+        if any(name.startswith(f"{client.prefix}:") for name, _, _ in samples):
             return engine, client
     raise ResourceError(
         f"{server.address}/metrics has no counters of {', '.join(clients)}", next_step=hint
@@ -106,7 +106,8 @@ def summarize_acceptance(
     num_drafts = row["num_drafts"]
     drafted = row["num_draft_tokens"]
     accepted = row["num_accepted_tokens"]
-    if not 0 <= accepted <= drafted + _estimate_blur(client, pages[-1], client.drafting[1]):
+    rounding_error = _estimate_blur(client, pages[-1], name=client.drafting[1])
+    if not 0 <= accepted <= drafted + rounding_error:
         raise ResourceError(
             f"the server's counters cannot be right: {accepted} of only {drafted} draft tokens"
             " were accepted",
@@ -114,7 +115,8 @@ def summarize_acceptance(
         )
 
     # Count what was drafted in each part. SGLang has no counters of drafts until a request has
-    # ended. Of the readings without these counters only the first one is used, as the start.
+    # ended, so the first readings may lack them. Only the very first of these is used, as the
+    # start.
     idle_pages = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))
     used_pages = [*idle_pages[:1], *pages[len(idle_pages) :]]
     all_parts = [client.compute_drafted(before, after) for before, after in pairwise(used_pages)]
@@ -125,15 +127,14 @@ def summarize_acceptance(
     if reason:
         return {**row, "verdict": "inconclusive", "reason": reason}
 
-    # Compute the metrics, and their intervals from the sums of each part. The parts take the place
+    # Compute the metrics from the sums of each part, and their intervals. The parts take the place
     # of prompts here.
     sums = {}
     for name in row:
         if name != "accepted_per_position":
             sums[name] = np.array([part[name] for part in parts], float)
-    row["acceptance_rate_per_position"] = [
-        count / num_drafts for count in row["accepted_per_position"] if num_drafts
-    ]
+    accepted_per_position = row["accepted_per_position"] if num_drafts else []
+    row["acceptance_rate_per_position"] = [count / num_drafts for count in accepted_per_position]
 
     # Student's t may leave the possible range, so the ends of an interval are cut to it.
     reason = _explain_missing_interval(client, pages, seconds, num_drafts, len(parts))
@@ -162,8 +163,8 @@ def summarize_acceptance(
 def _estimate_blur(client: Client, page: Counters, name: str) -> float:
     """Return by how much the growth of a counter may be wrong because its value is rounded.
 
-    This is the value of the last digit that is printed: 10 for 1.23457e+06. It is 0 for a counter
-    that is printed with all digits.
+    This is the value of the last printed digit, for example 10 for 1.23457e+06. It is 0 for a
+    counter that is printed with all digits.
 
     Args:
         client: the client of the engine. `client.rounding` is the largest rounding error as a share
@@ -171,11 +172,15 @@ def _estimate_blur(client: Client, page: Counters, name: str) -> float:
         page: a reading of the counters, as name -> value.
         name: the name of the counter.
     """
-    # The error is the largest power of ten up to rounding * value: for 1.23457e+06 that is 10, the
-    # largest power of ten up to 1e-5 * 1,234,570 = 12.3. Counts are whole numbers, so a value whose
-    # last digit is the unit 1 (or smaller, hence the `max`) is exact.
-    unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
-    return unit if unit > 1 else 0
+    # Counts are whole numbers, so a value is exact if its last printed digit stands for 1 or less.
+    largest_error = client.rounding * page[name]
+    if largest_error < 10:
+        return 0
+
+    # Otherwise the last digit stands for the largest power of ten up to `largest_error`. For
+    # 1.23457e+06 that is 10, the largest power of ten up to 1e-5 * 1,234,570 = 12.3.
+    unit: float = 10 ** math.floor(math.log10(largest_error))
+    return unit
 
 
 def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> str:
@@ -190,13 +195,15 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
         The reason, with the advice to watch the server for longer; empty if the counters are
         precise enough.
     """
-    # In each part, the rounding error of a counter may be at most the share MAX_BLUR of its growth.
-    # Find how much longer than `seconds` to watch, so that this holds for the counters of drafts
-    # and of draft tokens. For a counter that did not grow at all, no factor is known to be enough.
+    # In a part, the rounding error of a counter may be at most the share MAX_BLUR of the counter's
+    # growth. So the growth over all parts must be at least `needed_growth`. Find by which factor to
+    # watch longer, so that this holds for the counters of drafts and of draft tokens. For a counter
+    # that did not grow at all, no factor is known to be enough.
+    num_parts = len(pages) - 1
     needed_factor = 0.0
     for name in client.drafting[:2]:
         growth = pages[-1][name] - pages[0].get(name, 0.0)
-        needed_growth = _estimate_blur(client, pages[-1], name) * (len(pages) - 1) / MAX_BLUR
+        needed_growth = num_parts * _estimate_blur(client, pages[-1], name) / MAX_BLUR
         if growth:
             needed_factor = max(needed_factor, needed_growth / growth)
         elif needed_growth:
@@ -208,7 +215,7 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
 
 
 def _suggest_longer_time(seconds: float) -> str:
-    """Advise to watch the server for this long, by the setting `seconds`; infinite: not known."""
+    """Return the advice to set `seconds` to this number or more; infinity if none is known."""
     return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
 
 
@@ -232,15 +239,19 @@ def _explain_missing_interval(
     if num_parts < 2:
         return "no interval: something was drafted in one part of the time only"
 
-    # A long request lies in several parts, which are then not independent. So the mean duration of
-    # a request may be at most the share MAX_BLUR_SHARE of a part. An engine without a histogram of
-    # durations (`latency`) counts a request only when it ends, so always in one part.
+    # An engine without a histogram of durations (`latency`) counts a request only when the request
+    # ends. So each request is counted in one part, however long it takes.
+    if not client.latency:
+        return ""
+
+    # In other engines a long request is counted in several parts, which are then not independent.
+    # So the mean duration of a request may be at most the share MAX_BLUR_SHARE of a part.
     sum_name = f"{client.latency}_sum"
     count_name = f"{client.latency}_count"
     request_seconds = pages[-1].get(sum_name, 0.0) - pages[0].get(sum_name, 0.0)
     num_requests = pages[-1].get(count_name, 0.0) - pages[0].get(count_name, 0.0)
     max_mean_seconds = MAX_BLUR_SHARE * seconds / (len(pages) - 1)
-    if not client.latency or request_seconds < max_mean_seconds * num_requests:
+    if request_seconds < max_mean_seconds * num_requests:
         return ""
     if not num_requests:
         return f"no interval: no request ended in this time; {_suggest_longer_time(math.inf)}"

@@ -5,15 +5,16 @@ plugin does nothing unless the environment variable LOOKUP_VARIABLE holds the ke
 `eval.lookup_first` as JSON. What follows was read in the sources of vLLM 0.32 and 0.33:
 gpu_model_runner.py, llm_base_proposer.py, worker_base.py, scheduler.py.
 
-- The draft drafts for all rows in every round, its own number of tokens (`draft_tokens`). So its KV
+- In every round, the draft drafts its own number of tokens (`draft_tokens`) for all rows. So its KV
   cache holds the same as without a lookup. Then the rows for which the lookup finds something get
   the looked-up tokens instead, up to `num_speculative_tokens` (K).
 - The scheduler verifies and counts the tokens that each row was given. So vLLM's counters are those
   of lookup and draft together.
-- vLLM verifies greedy drafts as certain ones (one-hot), at any temperature. Looked-up tokens are
-  certain, too, so the output is the target's. For drafts that are drawn (`draft_sample_method:
-  probabilistic`) vLLM keeps distributions. They would be those of other tokens.
-- The next tokens have to be known when a row is looked up, so scheduling is not asynchronous.
+- vLLM verifies greedy draft tokens as certain ones (one-hot), at any temperature. Looked-up tokens
+  are certain, too, so the output is the target's. For sampled draft tokens (`draft_sample_method:
+  probabilistic`) vLLM keeps the draft's distributions. They would not belong to looked-up tokens.
+- The last token of a row has to be known when the next ones are looked up, so scheduling is not
+  asynchronous.
 - Ranks of data parallelism must all take the same number of steps with the draft. A rank without
   requests would not know that number.
 """
@@ -62,11 +63,12 @@ def register() -> None:
 
     # Read the lookup, and refuse a version of vLLM whose internals may differ.
     config = read_parameters(lookup_text)
-    original_init = WorkerBase.__init__
     check_version(vllm.__version__)
 
-    # Replace the constructor of vLLM's workers, the objects that run the model. It receives vLLM's
-    # configuration, which must be checked before the lookup is installed.
+    # Replace the constructor of vLLM's workers, the objects that run the model. The constructor
+    # receives vLLM's configuration, which must be checked before the lookup is installed.
+    original_init = WorkerBase.__init__
+
     @wraps(original_init)
     def init_with_lookup(
         worker: WorkerBase, vllm_config: "VllmConfig", *arguments: object, **options: object
@@ -123,7 +125,7 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
     """Raise UserError if vLLM was started with options under which a lookup does not work.
 
     With such options, tokens could not be looked up, or vLLM would verify looked-up tokens with the
-    probabilities of the draft's tokens. The module's docstring gives reasons.
+    probabilities of the draft's tokens. The docstring of this module gives the reasons.
 
     Args:
         vllm_config: the configuration with which vLLM was started.
@@ -139,8 +141,8 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
             expected=f"the option --speculative-config, or no variable {LOOKUP_VARIABLE}",
         )
 
-    # Check the options. Each entry: whether the option is refused, its value, and the value that is
-    # needed instead.
+    # Check the options. Each entry has three parts: whether the option is refused, its value, and
+    # the value that is needed instead.
     k = draft.num_speculative_tokens
     for is_refused, got, expected in (
         (
@@ -218,8 +220,9 @@ def wrap_propose(
     ) -> list[list[int]]:
         """Return for each row the looked-up tokens, or the draft's tokens if nothing is found."""
         # Let the draft model draft for every row, also where a lookup will succeed, so that its KV
-        # cache is the same as without a lookup. It drafts `config.levels` tokens, which may be
-        # fewer than the K of a lookup. This number is set in a copy of the scheduler's output.
+        # cache is the same as without a lookup. The draft model drafts `config.levels` tokens,
+        # which may be fewer than the K of a lookup. This number is set in a copy of the scheduler's
+        # output.
         k = scheduler_output.num_spec_tokens_to_schedule
         draft_output = copy.copy(scheduler_output)
         draft_output.num_spec_tokens_to_schedule = min(k, config.levels)
@@ -251,8 +254,8 @@ def look_up_tokens(
     """
     # `length` is the number of tokens of the row in vLLM's batch, without draft tokens.
     batch = runner.input_batch
-    for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
-        request = runner.requests[name]
+    for row, (request_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
+        request = runner.requests[request_id]
         length = int(batch.num_tokens_no_spec[row])
 
         # A row whose prompt is still being read has no next token yet.
@@ -260,8 +263,8 @@ def look_up_tokens(
             yield []
             continue
 
-        # Take the text and the index of the lookup, which are kept as an attribute of the request
-        # and end with it. Begin anew for a new request, and if vLLM has removed tokens of the text.
+        # Take the text of the row and the index of the lookup. Both are kept in an attribute of the
+        # request. Begin anew for a new request, and if vLLM has removed tokens of the text.
         text, lookup = getattr(request, "specdistill", ([], None))
         if lookup is None or len(text) > length:
             text = []

@@ -1,9 +1,9 @@
 """Examine a draft: check its files, then decode a few prompts if the files are sound enough.
 
 The files must be whole, fit the target, and be loaded by an engine as the draft was trained.
-Everything that a reader refuses is a finding. So are values that no training produces, a vocabulary
+Each error in reading the draft is a finding. So are values that no training produces, a vocabulary
 whose two maps do not agree, settings that differ from the target's, and what the loader of an
-engine makes of the folder.
+engine would load wrongly.
 
 Decoding shows whether the draft's acceptance is what its training saw, and if not, why. It is not a
 measurement, which `specdistill eval` makes. A handful of short greedy completions are enough to
@@ -64,19 +64,20 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 LAYER = re.compile(r".*\blayers\.\d+\.")  # the prefix of a name within a layer
-# A larger weight is taken for a sign that training diverged.
+# A weight larger than this is taken for a sign that training diverged.
 MAX_TRAINED_WEIGHT = 1000.0
 # A draft counts as no better than chance if a smaller share of its first draft tokens is accepted.
 # A larger share would also report drafts that are merely weak.
 NO_BETTER_THAN_CHANCE = 0.05
-# Acceptance is far below that of training if it is less than this share of the draft tokens that
-# were accepted then. A larger share would also report drafts that merely meet other text here.
+# Acceptance is far below that of training if fewer than this share of the draft tokens accepted in
+# training are accepted here. A larger share would also report drafts that merely meet other text.
 LOW_ACCEPTANCE_SHARE = 0.6
-# A repair counts if the divergence falls by more than this share. A smaller share would also name
-# settings that hardly matter, if their effect is certain.
+# A repair counts if the divergence falls by more than this share. With a smaller share, a setting
+# that hardly matters would also be named as the cause, as long as its effect is certain.
 MIN_DIVERGENCE_DROP = 0.02
 CONFIDENCE = 0.95  # the confidence level over all causes that are tried together
-# The parts that the completion of a single prompt is cut into. They are used in place of prompts.
+# The number of parts into which the completion of a single prompt is cut. Each part counts like a
+# prompt.
 NUM_PARTS = 8
 # A cause is a problem if its repair multiplies the accepted draft tokens by more than this.
 MIN_ACCEPTANCE_GAIN = 1.05
@@ -110,15 +111,17 @@ class Diagnosis:
     Attributes:
         folder: the draft's folder.
         method: its method; None if it was not recognized.
-        config: the shape of a head; None for other drafts, or if it was not understood.
+        config: the shape of a head; None for other drafts, or if the shape was not understood.
         num_tensors: tensors in its files.
-        dtype: of its weights; None if it is not known.
-        refused: whether a reader refused the draft, so that nothing can be decoded with it.
+        dtype: the dtype of its weights; None if it is not known.
+        refused: whether the draft cannot be read or does not fit its target, so that nothing can be
+            decoded with it.
         findings: everything that was found.
         prompts: a description of what was decoded, in words; None if nothing was.
         acceptance: the acceptance on these prompts; None if nothing was decoded.
         behind_lookup: the acceptance with a lookup in front; None if it was not tried.
-        recorded: what training simulated when it chose these weights; None without a history.
+        recorded: the acceptance that training simulated when it chose these weights; None without
+            a training history.
     """
 
     folder: Path
@@ -167,7 +170,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     engine = options.engine
     lookup_first = options.eval.lookup_first
     # If draft and target are the same folder, the draft is the multi-token-prediction layer in the
-    # target's checkpoint. Its weights are not read.
+    # target's checkpoint. The weights of this layer are not read.
     draft = Path(options.draft) if options.draft == model else locate(options.draft, key=KEY)
     file_options = options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
     files = TargetFiles(model, **file_options) if model else None
@@ -188,7 +191,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
             )
         )
 
-    # Decode a few prompts, unless a reader refused the files.
+    # Decode a few prompts, unless the draft cannot be read or does not fit its target.
     if model and options.decode:
         if diagnosis.method is None or diagnosis.refused:
             diagnosis.findings.append(note("skipped decoding: fix the problems above first"))
@@ -200,7 +203,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
 def _try_on_prompts(
     diagnosis: Diagnosis, draft: Path, run: Path | None, options: CommonDoctorOptions
 ) -> None:
-    """Decode a few prompts with a draft, and add the acceptance and its causes to the diagnosis.
+    """Decode a few prompts with a draft; add the acceptance and findings to the diagnosis.
 
     Args:
         diagnosis: the diagnosis of the draft's files, whose method is known.
@@ -217,8 +220,8 @@ def _try_on_prompts(
         run, options.eval.suite, target, options.eval.num_prompts
     )
     if not is_known:
-        # Training may have simulated its acceptance on text of another kind. So the acceptance on
-        # these prompts is not compared with it.
+        # Training may have simulated acceptance on another kind of text. So the acceptance on these
+        # prompts is not compared with the simulated one.
         diagnosis.recorded = None
         diagnosis.findings.append(
             warning(
@@ -237,8 +240,8 @@ def _try_on_prompts(
         )
         diagnosis.acceptance = check_acceptance(diagnosis, target, proposer, prompts)
 
-        # Decode the prompts once more with the lookup in front of the draft. A round has room for
-        # as many tokens as the draft or the lookup proposes.
+        # Decode the prompts once more with the lookup in front of the draft. K is as before, or the
+        # number of tokens that the draft proposes behind the lookup (`levels`) if that is larger.
         lookup_first = options.eval.lookup_first
         if lookup_first:
             method_options |= {"lookup_first": lookup_first, "logs": False}
@@ -257,11 +260,11 @@ def examine_draft(
     engine: str | None = None,
     options: CommonDoctorOptions | None = None,
 ) -> Diagnosis:
-    """Examine the files of a draft: its values, its fit to the target, and loading in an engine.
+    """Check the files of a draft: their values, the fit to the target, and loading in an engine.
 
     Args:
         folder: the folder of the draft.
-        target: the files of the target that it drafts for; None to examine the draft alone.
+        target: the files of the target that it drafts for; None to examine the draft without it.
         engine: the name of an engine whose loader the draft is checked against; None for none.
         options: the options of the command, which may have decoding options of the draft's method;
             None for none.
@@ -285,7 +288,7 @@ def examine_draft(
     if diagnosis.refused:
         return diagnosis
 
-    # Look at the values of the tensors, and at what engines read in config.json.
+    # Look at the values of the tensors, and at a key of config.json that engines need.
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     diagnosis.num_tensors = len(tensors)
     diagnosis.dtype = choose_stored_dtype(floats) if floats else None
@@ -333,7 +336,7 @@ def _check_fit(
         diagnosis: the diagnosis, whose method is known. It gets the findings.
         config: the draft's config.json.
         tensors: the draft's tensors, by name.
-        target: the target's files; None to check the draft alone.
+        target: the target's files; None to check the draft without them.
         method_options: decoding options of the draft's method.
     """
     assert diagnosis.method is not None
@@ -389,7 +392,7 @@ def collect_refusals(diagnosis: Diagnosis, key: str = KEY) -> Iterator[None]:
 
     Args:
         diagnosis: the diagnosis that gets the finding. It is then marked as refused.
-        key: the key of errors about the draft. Errors about other keys are raised.
+        key: the key that errors about the draft name. Errors that name another key are raised.
     """
     try:
         yield
@@ -423,7 +426,7 @@ def find_norms_that_add_one(config: RawConfig) -> dict[str, bool]:
     except CLASS_ERRORS:
         return {}
 
-    # Try one norm of each name, because all layers have norms of the same kind.
+    # Try one norm of each name, because the norms with the same name in all layers are of one kind.
     result: dict[str, bool] = {}
     for name, module in model.named_modules():
         name_in_layer = LAYER.sub("", name)
@@ -454,15 +457,16 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         if tensor.dtype not in FLOATS:
             continue
 
-        # The weight of a norm that multiplies by 1 + weight may be all zeros. `largest`, which is 0
-        # for it, is then replaced by True, so that there is no finding below.
+        # A bias may be all zeros, and so may the weight of a norm that multiplies by 1 + weight.
         largest = max(map(abs, find_extremes(tensor)))
-        if largest == 0 and "norm" in name:
+        may_be_zero = name.endswith(".bias")
+        if largest == 0 and "norm" in name and not may_be_zero:
             name_in_layer = LAYER.sub("", name.removesuffix(".weight"))
             # A multi-token-prediction layer has further norms around it, which the model lacks.
-            # They are of the same kind as the norms in it.
-            largest = adds_one_at().get(name_in_layer, any(adds_one_at().values()))
-        if not largest and not name.endswith(".bias"):
+            # They are of the same kind as the norms in the layer.
+            any_norm_adds_one = any(adds_one_at().values())
+            may_be_zero = adds_one_at().get(name_in_layer, any_norm_adds_one)
+        if largest == 0 and not may_be_zero:
             yield problem(
                 f"{name} is all zeros",
                 "train or save the draft again: this weight was not trained, or not saved",
@@ -493,12 +497,12 @@ def find_loader_problems(
         shapes: the shape of each tensor of the draft, by its name.
         target: the target's files; None if they are not known.
     """
-    row = METHODS[method]
-    size = config.get("vocab_size")
-    serving = row.serving().get(engine.name, Serving())
+    method_info = METHODS[method]
+    vocab_size = config.get("vocab_size")
+    serving = method_info.serving().get(engine.name, Serving())
 
     # If specdistill can export drafts of this method for the engine, advise to do so.
-    exported = (
+    export_advice = (
         f"run `specdistill export engine={engine.name}`: it writes the draft in a format that the"
         " engine loads"
         if serving.layout
@@ -506,49 +510,50 @@ def find_loader_problems(
     )
     loader = find_loader(serving.loaders, config)
 
-    # A layer in the target's checkpoint, and a draft model, are loaded like a target, so there is
-    # no special loader to simulate. A draft model needs the target's vocabulary.
-    if row.in_target:
+    # For a layer in the target's checkpoint and for a draft model, there is no special loader to
+    # simulate: both are loaded like a target. A draft model needs the target's vocabulary.
+    if method_info.in_target:
         yield problem(
             f"{engine.title} loads a multi-token-prediction layer only from the target's own"
             " checkpoint",
-            exported,
+            export_advice,
         )
-    elif row.standalone:
-        if target is not None and size != target.vocab_size:
+    elif method_info.standalone:
+        if target is not None and vocab_size != target.vocab_size:
             yield problem(
                 f"{engine.title} needs a draft with the target's vocabulary of {target.vocab_size}"
-                f" tokens, and the draft's has {size}"
+                f" tokens, and the draft's has {vocab_size}"
             )
     elif head is None:
         yield problem(
             f"cannot check whether {engine.title} loads the draft: method {method} does not"
             " describe the layout of its heads",
-            exported,
+            export_advice,
         )
     elif loader is None:
         yield problem(
             f"{engine.title} is not known to load a draft of method {method} in this format",
-            exported,
+            export_advice,
         )
     else:
         result = check_loader(loader, config, shapes, head, target)
         name = f"{engine.title} {engine.loader_version or engine.versions}"
         yield from (
-            problem(f"{name} refuses the draft: {what}", exported) for what in result.refused
+            problem(f"{name} refuses the draft: {reason}", export_advice)
+            for reason in result.refused
         )
         # Faults that the engine does not report are the worst: it then drafts with wrong weights.
         yield from (
-            problem(f"{name} loads the draft without an error, but {what}", exported)
-            for what in result.silent
+            problem(f"{name} loads the draft without an error, but {fault}", export_advice)
+            for fault in result.silent
         )
-        yield from (note(f"{name}: {what}") for what in result.notes)
+        yield from (note(f"{name}: {fact}") for fact in result.notes)
 
 
 def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     """Read the best acceptance length that a draft's training simulated, from its history.
 
-    Training saves the weights of the evaluation with the best acceptance length.
+    It belongs to the draft's weights: training saves those of its best evaluation.
 
     Returns:
         The acceptance length and the draft tokens per round; None without a history.
@@ -563,8 +568,10 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
 
     # An evaluation has an entry for each drafted position, such as `eval_acceptance_1`.
-    steps = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
-    return SimulatedAcceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
+    positions = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
+    return SimulatedAcceptance(
+        num_tokens=len(positions) or DEFAULT_STEPS, length=float(best["eval_acceptance_length"])
+    )
 
 
 def check_acceptance(
@@ -602,7 +609,7 @@ def check_acceptance(
     recorded_settings = vars(recipe.draft) if isinstance(recipe, TrainedRecipe) else {}
     cause = _find_cause(
         advice,
-        getattr(proposer, "draft", None),
+        getattr(proposer, "draft", None),  # Some proposers have no module.
         target,
         completions,
         num_tokens,
@@ -678,8 +685,8 @@ def _compare_with_training(
         return [
             problem(
                 f"acceptance length {decoded.length:.2f} on {len(completions)} prompts is far below"
-                f" the {expected.length:.2f} in the draft's training, with as many draft tokens"
-                " per round"
+                f" the {expected.length:.2f} in the draft's training, with the same number"
+                " of draft tokens per round"
             )
         ]
     return []
@@ -710,11 +717,12 @@ def compute_acceptance_length(
         completions: the completions.
         num_tokens: draft tokens per round, which the result repeats.
     """
-    emitted = []
+    emitted_per_round = []
     for completion in completions:
         for entry in completion.rounds:
-            emitted.append(len(entry.emitted))
-    return SimulatedAcceptance(num_tokens, sum(emitted) / max(1, len(emitted)), len(emitted))
+            emitted_per_round.append(len(entry.emitted))
+    num_rounds = len(emitted_per_round)
+    return SimulatedAcceptance(num_tokens, sum(emitted_per_round) / max(1, num_rounds), num_rounds)
 
 
 def _compute_upper_length(completions: Sequence[Generation]) -> float:
@@ -732,9 +740,9 @@ def _compute_upper_length(completions: Sequence[Generation]) -> float:
 
 
 def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]) -> bool:
-    """Return whether a recipe confirms all settings that a repair of the draft changes.
+    """Return whether a recipe confirms all settings that a repair of the draft would change.
 
-    A recipe confirms a setting if it has the same value as the draft before the repair. Such a
+    A recipe confirms a setting if it states the value that the draft has before the repair. Such a
     setting is right, so the repair need not be tried.
 
     Args:
@@ -768,7 +776,7 @@ def compute_confidence_interval(values: Sequence[float], confidence: float) -> t
 
     Args:
         values: the values.
-        confidence: the confidence level, such as 0.95.
+        confidence: the confidence level, for example 0.95.
 
     Returns:
         The lower and the upper end.
@@ -795,8 +803,8 @@ def _find_cause(
     """Find the wrong setting of a draft that explains why few draft tokens are accepted.
 
     The method of the draft knows likely causes, such as a wrong rotary base, and how to repair each
-    one. Each repair is tried on completions of the target. The cause is the repair that lowers the
-    KL divergence to the target most. The evidence must be clear: the confidence interval of the
+    one. Each repair is tried on completions of the target. The repair that lowers the KL divergence
+    to the target most names the cause. The evidence must be clear: the confidence interval of the
     drop in divergence, over prompts, must exclude 0.
 
     Args:
@@ -844,9 +852,9 @@ def _find_cause(
     ]
     lowest_gain, _ = compute_confidence_interval(gains, CONFIDENCE)
     is_large_gain = length_after - 1 > MIN_ACCEPTANCE_GAIN * (length_before - 1)
-    severity = problem if is_large_gain and lowest_gain > 0 else warning
+    make_finding = problem if is_large_gain and lowest_gain > 0 else warning
     drop = fmean(_compute_drops(fits_before, fits_after))
-    return severity(
+    return make_finding(
         cause,
         f"with this repaired, the KL divergence to the target is {drop:.0%} lower, and the"
         f" simulated acceptance length changes from {length_before:.2f} to {length_after:.2f}",
@@ -916,7 +924,7 @@ def _choose_repair(
 def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> list[float]:
     """Return the share by which a repair lowers the divergence, for each completion.
 
-    For example, 0.2 if the divergence is 20 % lower. It is 0 if there was no divergence before.
+    For example, 0.2 if the divergence is 20 % lower; 0 if there was no divergence before.
 
     Args:
         fits_before: divergence and acceptance length of each completion, with the draft as it is.
@@ -932,8 +940,8 @@ def _fit(
 ) -> Fit:
     """Measure how close a draft is to the target on a completion, or on a part of one.
 
-    The draft is run once over the text, as in training. The divergence that this gives varies less
-    than a count of accepted tokens.
+    The draft is run once over the text, as in training. Divergence is measured, because it varies
+    less than a count of accepted tokens.
 
     Args:
         objective: the training objective of the draft, which simulates drafting.
@@ -961,7 +969,7 @@ def _fit(
         "position_ids": positions,
     }
 
-    # Run the draft. `sums` has a sum over positions for each draft step.
+    # Run the draft. `sums` has, for each draft step, sums over the positions.
     objective = objective.eval()
     inputs = objective.prepare(index_batch(inputs), None)
     target_outputs = objective.read_target(target, inputs)

@@ -31,7 +31,7 @@ class ExaminedTarget(Section):
     model: str | None = option(
         None,
         "target of the draft: pico, a folder, a GGUF file or a Hub id; null: examine the draft"
-        " alone",
+        " without a target",
     )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", condition=TARGET_IS_GIVEN)
@@ -55,8 +55,8 @@ class DoctorPrompts(Section):
     num_prompts: int = option(8, "number of prompts to decode, spread over the suite", ge=1)
     lookup_first: LookupFirstConfig | None = option(
         None,
-        "also decode with this n-gram or suffix lookup in front of the draft; with engine=, one"
-        " that the engine supports",
+        "also decode with this n-gram or suffix lookup in front of the draft; with engine=, it must"
+        " be one that the engine supports",
     )
 
 
@@ -80,7 +80,7 @@ class CommonDoctorOptions(Section):
 
     @model_validator(mode="after")
     def _check_target_options(self) -> "CommonDoctorOptions":
-        """Refuse `target.dtype`, `attn` and `device_map` if decode=false, where they do nothing."""
+        """Refuse `target.dtype`, `attn` and `device_map` with decode=false: they have no effect."""
         for name in ("dtype", "attn", "device_map"):
             value = getattr(self.target, name)
             if not self.decode and value != find_default(ExaminedTarget.model_fields[name]):

@@ -18,8 +18,8 @@ from specdistill.targets.frozen import FrozenTarget
 KEY = "draft"
 # Paths in the folder of a run.
 RECIPE, PROVENANCE = "run/recipe.yaml", "run/provenance.json"
-# Tokens generated for each prompt. Completions repeat themselves later on, so short ones accept
-# less than long ones.
+# Tokens generated for each prompt. Later parts of a completion repeat earlier ones, so a short
+# completion has a lower acceptance than a long one.
 NUM_TOKENS = 96
 DEFAULT_SUITE = "pico-short"  # lines of Python, which need no chat template
 Ids = tuple[int, ...]
@@ -39,7 +39,7 @@ def run_of(draft: Path) -> Path | None:
 
 
 def read_run_recipe(run: Path) -> Recipe:
-    """Read the recipe that a run has recorded in its folder, without running code of the target."""
+    """Read the recipe that a run has recorded in its folder; code of its target is not run."""
     return load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
 
 
@@ -64,8 +64,8 @@ def select_prompts(
     Raises:
         UserError: for a suite that cannot be read, or does not fit the target.
     """
-    # Take the suite that the user names, or that of the run's recipe. Without a suite, take rows
-    # that the run held out.
+    # Take the suite that the user names, or that of the run's recipe. If there is neither, take
+    # rows that the run held out from training.
     recipe = read_run_recipe(run) if run else None
     suite_name = suite or (recipe and recipe.eval.suite)
     ids = (
@@ -76,8 +76,8 @@ def select_prompts(
 
     # Without held-out rows, load the prompts of the suite. The default suite is lines of Python,
     # which the draft may not have been trained for.
-    what = f"the held-out rows of {run}"
-    is_known = bool(suite_name or ids)
+    source = f"the held-out rows of {run}"
+    is_trained_kind = bool(suite_name or ids)
     if not ids:
         ids = [
             prompt.token_ids
@@ -90,11 +90,11 @@ def select_prompts(
                 vocab_size=target.vocab_size,
             )
         ]
-        what = f"suite {suite_name or DEFAULT_SUITE}"
+        source = f"suite {suite_name or DEFAULT_SUITE}"
 
     # Show the beginning of the first prompt, so that a reader sees what kind of text it is.
     first = join_lines(target.tokenizer.decode(ids[0], skip_special_tokens=True))
-    return ids, f"{len(ids)} of {what}, the first: {first[:60]!r}", is_known
+    return ids, f"{len(ids)} of {source}, the first: {first[:60]!r}", is_trained_kind
 
 
 def _select_held_out_prompts(
@@ -103,8 +103,8 @@ def _select_held_out_prompts(
     """Make prompts from the packed rows that a run held out from training.
 
     The prompt of a row is the beginning of its first document, up to the first token with a loss,
-    which is the first token of an answer. A text without such a beginning gives its first half, up
-    to TEXT_PROMPT_TOKENS tokens.
+    which is the first token of an answer. A document without such a beginning gives its first half,
+    up to TEXT_PROMPT_TOKENS tokens.
 
     Args:
         run: the folder of the run.
@@ -139,9 +139,10 @@ def _select_held_out_prompts(
         length = row["document_ids"].count(0)
         # Find the first token with a loss. The appended 1 stands for the end of the document, in
         # case that no token has a loss.
-        begin = [*row["loss_mask"][:length], 1].index(1)
-        ids = row["input_ids"][
-            : begin if 0 < begin < length else min(TEXT_PROMPT_TOKENS, length // 2)
-        ]
+        answer_start = [*row["loss_mask"][:length], 1].index(1)
+        num_prompt_tokens = min(TEXT_PROMPT_TOKENS, length // 2)
+        if 0 < answer_start < length:
+            num_prompt_tokens = answer_start
+        ids = row["input_ids"][:num_prompt_tokens]
         prompts += [tuple(ids)] if len(ids) + NUM_TOKENS <= target.max_length else []
     return prompts[:num_prompts]

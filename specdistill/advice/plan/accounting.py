@@ -2,20 +2,20 @@
 
 A step is counted without a device: the real objective runs forward and backward over tensors
 without content. Under torch's FakeTensorMode an operation computes shapes only, so the step of an
-8B target takes a second on any machine. A ledger above it sees every operation with its operands,
-and the begin and end of every storage.
+8B target takes a second on any machine. The class `Ledger` sees every operation with its operands,
+and when each storage is allocated and freed.
 
 The count covers one micro-batch under bfloat16 autocast, from soft targets to backward. Every token
 has a loss, and every row is one document. Weights, gradients and optimizer exist before and after
 the step, so they are no part of its peak. The target's layers are no part of the step, because its
 features are given. Autocast and kernels are those of the CPU, since a torch without CUDA cannot
 pretend to have it. A GPU fuses some operations (norms) and so has less traffic than is counted
-here. Its allocator rounds and fragments, and so holds more.
+here. The GPU's allocator rounds and fragments, so it holds more memory.
 
-The time of a pass on a GPU follows from two numbers of its maker. On a CPU it does not: its kernels
-suit some numbers of rows and not others, so that verifying three tokens may take twice as long as
-verifying five. So products with matrices of the target's own shape are timed for each number of
-rows, which takes a few seconds.
+The time of a pass on a GPU follows from two numbers of the GPU's maker. On a CPU it does not: the
+CPU's kernels suit some numbers of rows and not others, so that verifying three tokens may take
+twice as long as verifying five. So products with matrices of the target's own shape are timed for
+each number of rows, which takes a few seconds.
 """
 
 import timeit
@@ -63,9 +63,9 @@ OVERWRITING_OPERATIONS = {
     aten.rand_like,
     aten.zeros_like,
 }
-# The assumed shares of a device's peaks: of its arithmetic, which matrix products reach, and of its
-# bandwidth, which all other operations reach. They are round numbers, and no fit to a measurement:
-# larger shares give fewer hours.
+# The assumed shares of a device's peaks: matrix products reach MATRIX_SHARE of its arithmetic, and
+# all other operations TRAFFIC_SHARE of its bandwidth. They are round numbers, not fitted to a
+# measurement. Larger shares give fewer hours.
 MATRIX_SHARE = 0.5
 TRAFFIC_SHARE = 0.8
 # Operations that read as much of a table as they return.
@@ -93,8 +93,8 @@ class Device:
     Attributes:
         name: its name.
         flops: floating-point operations per second, dense bfloat16 with float32 sums.
-        bandwidth: bytes of memory per second.
-        most_per_machine: the most such devices of a machine.
+        bandwidth: bytes of memory that it reads or writes per second.
+        most_per_machine: the largest number of these devices in one machine.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass, in bytes: the bytes that the device reads meanwhile.
+        """Estimate the time of a forward pass, as the bytes that the device can read in that time.
 
         A pass takes as long as reading its weights and KV cache, or as its arithmetic if that takes
         longer. The arithmetic of a token is two operations for each parameter.
@@ -146,8 +146,8 @@ class Machine(Device):
 
     Attributes:
         dtype: the faster of the two dtypes for decoding on this CPU.
-        row_costs: time of a product with n rows, relative to one row, by n.
-        memory_gb: of the machine, in GiB.
+        row_costs: n -> the time of a product with n input rows, relative to one input row.
+        memory_gb: the memory of the machine, in GiB.
     """
 
     most_per_machine: int = 1
@@ -156,30 +156,32 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass, in bytes: the bytes that the CPU reads meanwhile.
+        """Estimate the time of a forward pass, as the bytes that the CPU can read in that time.
 
         The time relative to a pass over one token was measured, for some numbers of tokens. Between
-        two of these the time is interpolated. Beyond the largest it grows in proportion to the
-        number of tokens.
+        two of these numbers the time is interpolated. Beyond the largest it grows in proportion to
+        the number of tokens.
 
         Args:
             read: bytes that the pass reads.
             parameters: not used here: the measured times include the arithmetic.
             num_tokens: tokens of the pass.
         """
-        # `np.interp` gives the cost of the largest measured number for all numbers beyond it, so
-        # the excess is a factor of its own.
+        # Beyond the largest measured number, `np.interp` returns the cost of this number. The
+        # factor `excess` makes it grow there.
         assert self.row_costs is not None
         rows = [*self.row_costs]
         excess = max(1.0, num_tokens / rows[-1])
-        return read * excess * float(np.interp(num_tokens, rows, [*self.row_costs.values()]))
+        relative_time = float(np.interp(num_tokens, rows, [*self.row_costs.values()]))
+        return read * excess * relative_time
 
 
 class Ledger(TorchDispatchMode):
     """A mode that counts what the operations within it do.
 
     A storage that existed before does not count. torch raises an error for an operation whose
-    result has a shape that depends on values. On a GPU the host would have to wait for it.
+    result has a shape that depends on values. On a GPU, the host would have to wait for such an
+    operation.
 
     Attributes:
         live: bytes held now.
@@ -204,8 +206,8 @@ class Ledger(TorchDispatchMode):
 
         torch calls this method for every operation that runs while the ledger is active.
         """
-        # Operands that existed before the ledger became active are known from now on, and their
-        # memory counts as 0 bytes.
+        # Operands that are not known yet existed before the ledger became active. They are known
+        # from now on, and their memory counts as 0 bytes.
         kwargs = kwargs or {}
         inputs = list_tensors((args, kwargs))
         for tensor in inputs:
@@ -215,23 +217,23 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = list_tensors(result)
         operation = func.overloadpacket
-        new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in outputs]
+        are_new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in outputs]
 
         # Matrix products and attention count as arithmetic, everything else as traffic. A lookup,
         # such as an embedding, reads only as much of each operand as it returns.
         if operation in flop_registry:
             self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
         elif operation in LOOKUPS:
-            self.traffic += sum(
-                min(_count_tensor_bytes(tensor), _count_tensor_bytes(result)) for tensor in inputs
-            ) + _count_tensor_bytes(result)
+            result_bytes = _count_tensor_bytes(result)
+            self.traffic += result_bytes + sum(
+                min(_count_tensor_bytes(tensor), result_bytes) for tensor in inputs
+            )
         # An operation that allocates nothing and changes no operand returns a view, without
         # traffic. All other operations read their operands and write their results. Those in
-        # OVERWRITING_OPERATIONS do not read the first operand: True is 1 in the slice.
-        elif (any(new) or func._schema.is_mutable) and operation not in VIEW_OPERATIONS:
-            self.traffic += sum(
-                map(_count_tensor_bytes, inputs[operation in OVERWRITING_OPERATIONS :])
-            ) + sum(map(_count_tensor_bytes, outputs))
+        # OVERWRITING_OPERATIONS do not read the first operand.
+        elif (any(are_new) or func._schema.is_mutable) and operation not in VIEW_OPERATIONS:
+            read_inputs = inputs[1:] if operation in OVERWRITING_OPERATIONS else inputs
+            self.traffic += sum(map(_count_tensor_bytes, [*read_inputs, *outputs]))
         return result
 
     def _enter(self, tensor: Tensor, size: int) -> bool:
@@ -316,13 +318,14 @@ def count_training_step(
         rows: rows of the micro-batch.
         length: tokens of each row.
         prepare: a function that is called with the training objective before the step.
-        ledger: the object that counts, e.g. one that counts more; None for a new Ledger.
+        ledger: the object that counts, e.g. of a subclass that counts more; None for a new Ledger.
         is_mixed: whether the step runs under bfloat16 autocast.
 
     Returns:
         The ledger with the counts.
     """
-    # Build a recipe. It must have these keys, but only its section `draft` matters here.
+    # Build a recipe. It must have these keys, whose values do not matter here. Only its section
+    # `draft` does.
     values = {
         "method": method,
         "target": {"model": method},
@@ -372,9 +375,9 @@ def count_training_step(
 
 
 def can_hold_target(num_parameters: int) -> bool:
-    """Return whether to plan for this machine's CPU: it has no GPU and enough memory.
+    """Return whether to plan for this machine's CPU: there is no GPU, and memory is enough.
 
-    At most half of the memory may hold the target's float32 weights; the rest is for training.
+    The target's float32 weights may take at most half of the memory; the rest is for training.
     """
     return (
         not torch.accelerator.is_available()
@@ -411,19 +414,20 @@ def measure_machine(
         name: time_products(getattr(torch, name), width, inner_width, num_parameters)
         for name in DTYPES
     }
-    # Decoding has passes over one token, and rounds over a few tokens. Five tokens stand for these:
-    # four draft tokens and the one before them.
+    # Decoding has passes over one token, and rounds over a few tokens. Five tokens stand for such a
+    # round: four draft tokens and the one before them.
     dtype = min(DTYPES, key=lambda name: times[name][1] + times[name][5])
     seconds = times[dtype]
 
-    # Time what a training step does: products with many rows, and copies.
+    # Time what a training step does: products with many rows, and copies. A product with one row
+    # has two operations per element of the matrix.
     training = time_products(training_dtype, width, inner_width, num_parameters, [TRAINING_ROWS])
     # A copy reads and writes every byte.
     bytes_per_second = 2 * BANK_BYTES / time_fastest(torch.ones(BANK_BYTES // 4).clone)
     return Machine(
         name=f"this machine ({facts['name']}, {facts['cpu_threads']} threads)",
-        # A Device has peak rates, which estimates multiply by these two shares. The measured rates
-        # are what is really reached, so they are divided by the shares.
+        # A Device has peak rates, which estimates multiply by MATRIX_SHARE and TRAFFIC_SHARE. The
+        # measured rates are really reached, so they are divided by these shares first.
         flops=2 * TRAINING_ROWS / training[TRAINING_ROWS] / MATRIX_SHARE,
         bandwidth=bytes_per_second / TRAFFIC_SHARE,
         dtype=dtype,
@@ -449,13 +453,13 @@ def time_products(
         row_counts: the numbers of input rows to time.
 
     Returns:
-        By number of input rows, the seconds divided by the elements of the matrices.
+        For each number of input rows, the seconds per element of the matrices.
     """
-    # Take so many matrices that they exceed the CPU's cache, but no more than the target has.
-    # `bank` is the number of elements of all matrices together.
-    size = width * inner_width
-    bank = min(BANK_BYTES // dtype.itemsize, num_parameters)
-    matrices = torch.ones(max(1, min(MAX_MATRICES, bank // size)), inner_width, width, dtype=dtype)
+    # Take so many matrices that they exceed the CPU's cache. Together they have no more elements
+    # than the target has parameters.
+    num_elements = min(BANK_BYTES // dtype.itemsize, num_parameters)
+    num_matrices = max(1, min(MAX_MATRICES, num_elements // (width * inner_width)))
+    matrices = torch.ones(num_matrices, inner_width, width, dtype=dtype)
     seconds = {}
     for rows in row_counts:
         inputs = torch.ones(1, rows, width, dtype=dtype)

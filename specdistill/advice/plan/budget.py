@@ -17,11 +17,11 @@ from specdistill.common.errors import UserError, make_unused_key_error
 from specdistill.methods.sizes import ModelConfigInfo
 from specdistill.targets.cache_size import CacheSize
 
-CONTEXT = 4096  # the context in tokens, if none is asked for
+CONTEXT = 4096  # the context in tokens, if the options do not set it
 # Bytes of an engine's kernels and graphs, and of the buffers for communication between devices.
 ENGINE_BYTES = 2**30
 PASS_TOKENS = 8192  # prompt tokens of one pass, as in vLLM
-NO_LIMIT = 2**30  # tokens of context from which on there is no limit
+NO_LIMIT = 2**30  # a device that holds a context of this many tokens counts as without a limit
 
 # No target is planned for more devices than this, so that the search ends.
 MAX_DEVICES = 64
@@ -51,7 +51,7 @@ def check_serving(
 ) -> ServingOptions:
     """Check the serving options of a plan, and fill in the context if it is not given.
 
-    The default context is CONTEXT tokens, or the longest context of the target if that is less.
+    The default context is CONTEXT tokens, or the target's longest context if that is shorter.
 
     Args:
         serving: the options.
@@ -62,9 +62,9 @@ def check_serving(
         The options, with a context.
 
     Raises:
-        UserError: for options that no engine would serve: a longer context than the target has,
-            another dtype for quantized weights, or a number of devices that does not divide the
-            attention heads.
+        UserError: for options that no engine would serve: a context longer than the target's,
+            another dtype for quantized weights, or a number of attention heads that cannot be
+            divided evenly among the devices.
     """
     # Take the given context or the default. It must not be longer than the target allows.
     longest = getattr(target.text, "max_position_embeddings", None)
@@ -104,9 +104,10 @@ class Budget:
     Attributes:
         parts: bytes of each part that the device holds, by name.
         needs: bytes of memory that a device needs, including the share that the engine leaves free.
-        fits: whether the parts fit into the memory that was asked for.
-        room: tokens of context that all sequences together can have on that memory; 0 if the
-            weights alone do not fit, and None if no layer keeps tokens for good.
+        fits: whether the parts fit into the memory that a device has by the options.
+        room: tokens of context that all sequences together can have in that memory; 0 if the
+            weights alone do not fit, and None if there is no limit, because no layer caches all
+            tokens.
         cost: how many of these tokens the draft takes; None for the target alone.
         tensor_parallel: devices on which the parts fit, if they do not fit here; None if they fit,
             or if MAX_DEVICES do not hold them.
@@ -170,7 +171,7 @@ def compute_budget(
     if budget.fits or 2 * devices > MAX_DEVICES:
         return budget
 
-    # If the parts do not fit, try twice as many devices, and again until they fit.
+    # If the parts do not fit, try twice as many devices. This call doubles again, until they fit.
     doubled = compute_budget(
         target,
         serving.model_copy(update={"tensor_parallel": 2 * devices}),
@@ -248,8 +249,8 @@ def _estimate_activation_bytes(
 ) -> int:
     """Estimate the bytes of activations that each device holds while it serves a target.
 
-    The largest are those of a pass over PASS_TOKENS prompt tokens, and the float32 logits of a
-    round.
+    The largest activations are those of a pass over PASS_TOKENS prompt tokens, and the float32
+    logits of a round.
 
     Args:
         text: the target's text config.
@@ -262,5 +263,6 @@ def _estimate_activation_bytes(
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     # Some model classes have a list with a width for each layer.
     widest = max(width) if isinstance(width, list) else width
-    rows = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * widest // devices)
-    return int(rows + 4 * verified * text.vocab_size)
+    prompt_bytes = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * widest // devices)
+    logit_bytes = 4 * verified * text.vocab_size
+    return int(prompt_bytes + logit_bytes)

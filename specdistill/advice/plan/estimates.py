@@ -1,8 +1,8 @@
 """Estimate a method's row of the plan: its draft, its training, and its speedup in serving.
 
-Symbols: H hidden size, I MLP width, K draft tokens per round, B sequences, alpha the acceptance
-rate, assumed to be equal at every position. c is the cost of a draft step and v the cost of
-verifying K tokens, both in plain target steps. Nothing is measured.
+Symbols: H is the hidden size, I the MLP width, K the draft tokens per round, and alpha the
+acceptance rate, assumed to be equal at every position. c is the cost of a draft step, and v that of
+verifying K tokens. Both are in units of one plain target step. Nothing is measured.
 """
 
 import math
@@ -45,8 +45,8 @@ from specdistill.training.losses.head_loss import BLOCK_ROWS
 MAX_K = {"K": 8, "1": 15, "0": 8}
 # The overhead of an engine, in addition to bytes and layers. In vLLM issue 20780, Llama-3.1-8B with
 # its EAGLE-3 head takes 8.35 + 1.016 K ms per round, and a plain step takes 7.07 ms. So v = 1.18
-# and c = 0.144, while the bytes alone give v = 1 and c = 0.050. The difference in c is 0.094, which
-# is the time of 3 of 32 layers.
+# and c = 0.144, while the bytes alone give v = 1 and c = 0.050. The difference in c is 0.094, the
+# time that 3 of the 32 layers take.
 VERIFY_OVERHEAD = 0.18
 LAYERS_OVERHEAD = 3.0
 # Bytes per trained parameter: a float32 weight, its gradient and two AdamW moments (Muon keeps one
@@ -87,7 +87,7 @@ def list_assumptions(device: Device) -> tuple[str, ...]:
             f" ({device.name})."
         )
         hours = (
-            f"GPU hours are for an {device.name} (rough ones for a GPU that reaches"
+            f"GPU hours are for an {device.name} (rough estimates for a GPU that reaches"
             f" {TRAINING_FLOPS / 1e12:.0f} TFLOP/s)"
         )
     return (
@@ -100,8 +100,8 @@ def list_assumptions(device: Device) -> tuple[str, ...]:
         (
             "c is the cost of a draft step in plain target steps. It is the ratio of the bytes that"
             " draft and target read (weights, KV cache), or of the layers that they run, whichever"
-            f" is larger. {passes} Quantized weights count with their stored size, if an index says"
-            " it."
+            f" is larger. {passes} Quantized weights count with their stored size, if the"
+            " checkpoint's index states it."
         ),
         (
             "The low end of S is computed with the lower acceptance rate and an engine's overhead"
@@ -182,24 +182,25 @@ class PlanRow:
         bytes: bytes of the draft, in its dtype.
         training_tokens: distinct training tokens.
         training_source: where that number comes from.
-        trained_tokens: tokens of all steps of the target's own recipe, else of one pass.
+        trained_tokens: tokens of all training steps: those of the target's own recipe, else of one
+            pass over the training tokens.
         micro_batch: rows, and tokens of a row.
         disk_bytes: bytes of the hidden states of all training tokens.
         training_memory: bytes of each part of training on one device.
         training_hours: hours of one GPU, or of this machine.
-        training_launch: the launch of the recipe, else that of `_choose_launch`; None if a machine
+        training_launch: the launch of the recipe, else the smallest that fits; None if a machine
             cannot hold the training.
         kv_bytes: bytes of the draft's KV cache for a token of context.
-        step_ratio: c, the larger of the two shares.
-        step_shares: the cost of a draft step over that of a target step, by what they read (weights
-            and KV cache) and by the layers that they run.
+        step_ratio: c, the larger of the two numbers in `step_shares`.
+        step_shares: the cost of a draft step, divided by that of a target step. `weights`: by the
+            bytes that they read (weights and KV cache). `layers`: by the layers that they run.
         alphas: the lower and the higher acceptance rate.
         acceptance_source: where these rates come from.
-        low: the low end of the speedup, for the device and the way in which the target is served.
+        low: the low end of the speedup in serving.
         high: the high end.
         serving: what each device holds while it serves.
         recipe_keys: keys to add to the command that trains the draft.
-        warnings: what contradicts the target's config.json.
+        warnings: contradictions to the target's config.json, in words.
         is_served: whether an engine can decode with the draft.
     """
 
@@ -241,16 +242,16 @@ class PlanRow:
 class Scenario:
     """The setting of a plan, and the cost of passes of target and draft in it.
 
-    The cost of a pass is the bytes that it reads. Where its arithmetic takes longer, it is the
-    bytes that could be read in that time.
+    The cost of a pass is the number of bytes that it reads. If its arithmetic takes longer, the
+    cost is the number of bytes that could be read in that time.
 
     Attributes:
         target: the target, by its config.json.
         serving: how the target is to be served.
         batch_size: rows of a micro-batch in training; None for the recipe's, else BATCH_SIZE.
         max_length: tokens of a row; None for the recipe's, else MAX_LENGTH.
-        computed: run the training step over tensors without content, if the method can
-            (`PlannedDraft.build`). This takes seconds.
+        computed: whether to run the training step over tensors without content, if the method
+            supports it (`PlannedDraft.build`). This takes seconds.
         device: the device that serves and trains.
     """
 
@@ -262,7 +263,7 @@ class Scenario:
     device: Device = H100
 
     @cached_property
-    def plain(self) -> float:
+    def plain_step(self) -> float:
         """The cost of a plain decoding step of the target, in bytes (see the class)."""
         return self._estimate_target_pass(1, spread=True)
 
@@ -276,7 +277,7 @@ class Scenario:
         """
         # The pass that verifies K draft tokens also reads the token before them.
         return [
-            self._estimate_target_pass(k + 1, spread=spread) / self.plain
+            self._estimate_target_pass(k + 1, spread=spread) / self.plain_step
             for k in range(1, most + 1)
         ]
 
@@ -286,11 +287,12 @@ class Scenario:
         `spread` says whether each token of a mixture of experts goes to experts of its own. The
         pass then reads the weights of more experts.
         """
+        tokens_with_own_experts = self.serving.batch_size * (num_tokens if spread else 1)
         return self.count_pass_bytes(
-            self._count_weight_bytes(self.serving.batch_size * (num_tokens if spread else 1)),
-            self.target.cache,
-            self._parameters_per_token,
-            num_tokens,
+            weights=self._count_weight_bytes(tokens_with_own_experts),
+            cache=self.target.cache,
+            parameters=self._parameters_per_token,
+            num_tokens=num_tokens,
         )
 
     @cached_property
@@ -302,7 +304,7 @@ class Scenario:
     def _count_weight_bytes(self) -> Callable[[int], float]:
         """A function that returns how many bytes of target weights a pass over n tokens reads.
 
-        In a mixture of experts they depend on n, because more tokens use more experts.
+        In a mixture of experts the bytes depend on n, because more tokens use more experts.
         """
         return cache(
             partial(
@@ -315,16 +317,16 @@ class Scenario:
     def count_pass_bytes(
         self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int
     ) -> float:
-        """Return the cost of a pass of target or draft: bytes read, or their equivalent in time.
+        """Return the cost of a pass of target or draft, as a number of bytes.
 
-        The pass is over `num_tokens` tokens of each sequence. If its arithmetic takes longer than
-        its reads, the cost is the number of bytes that could be read in that time.
+        These are the bytes that the pass reads. If its arithmetic takes longer than its reads, they
+        are the bytes that could be read in that time.
 
         Args:
             weights: bytes of weights that the pass reads.
             cache: the size of the KV cache that the pass reads; None if there is no cache.
             parameters: the number of parameters that each token is multiplied with.
-            num_tokens: tokens of each sequence.
+            num_tokens: tokens of each sequence over which the pass runs.
         """
         context = self.serving.context
         batch_size = self.serving.batch_size
@@ -360,10 +362,9 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     recipe, settings = find_recipe(method, target.name)
     # For the recipe for small targets, `find_recipe` returns only the name. Read its settings if it
     # is used unchanged: for a small target, or on a CPU, where larger sizes would take too long.
-    takes_small_recipes = target.parameters <= MAX_SMALL_TARGET_PARAMETERS or isinstance(
-        scenario.device, Machine
-    )
-    if not settings and recipe and takes_small_recipes:
+    is_small = target.parameters <= MAX_SMALL_TARGET_PARAMETERS
+    uses_small_recipe = is_small or isinstance(scenario.device, Machine)
+    if not settings and recipe and uses_small_recipe:
         settings = read_recipe(recipe)
 
     # If a method is not possible for this target, its row says why. With an existing draft that is
@@ -375,12 +376,12 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     except UserError as error:
         if draft_info is not None:
             raise
-        return PlanRow(method, False, str(error), recipe)
+        return PlanRow(method, available=False, note=str(error), recipe=recipe)
 
     # The number of training tokens is that of the recipe, or else that of published drafts.
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
-    size, read = _count_draft_bytes(method, planned, draft_info, scenario)
-    speed = _estimate_speed(planned, METHODS[method].passes, scenario, read)
+    draft_bytes, bytes_per_step = _count_draft_bytes(method, planned, draft_info, scenario)
+    speed = _estimate_speed(planned, METHODS[method].passes, scenario, bytes_per_step)
     tokens = generated or planned.published.training_tokens
     return PlanRow(
         method=method,
@@ -392,7 +393,7 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
         draft=draft_info.name if draft_info else None,
         num_layers=planned.parts.num_layers,
         parameters=planned.parts.parameters,
-        bytes=int(size),
+        bytes=int(draft_bytes),
         kv_bytes=(
             planned.cache.count_bytes_per_token(count_kv_itemsize(scenario.serving, target))
             if planned.cache
@@ -401,7 +402,7 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
         acceptance_source=planned.published.acceptance_source,
         training_tokens=tokens,
         training_source=f"recipe {recipe}" if generated else planned.published.training_source,
-        serving=_estimate_serving(planned, scenario, size, speed["high"]),
+        serving=_estimate_serving(planned, scenario, draft_bytes, speed["high"]),
         recipe_keys=planned.recipe_keys,
         warnings=planned.warnings,
         is_served=planned.is_served,
@@ -432,11 +433,11 @@ def _count_draft_bytes(
     ).itemsize
 
     # In general all weights have this dtype. The exception is a layer for multi-token prediction in
-    # the checkpoint of a quantized target: a part of its weights is quantized, too.
+    # the checkpoint of a quantized target: a part of the layer's weights is quantized, too.
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
-    # The embedding and the LM head are not quantized. A step reads one of the two, which is half of
-    # `copied`. All other weights are quantized like the target's own layers.
+    # The embedding and the LM head are not quantized. `copied` counts both, and a step reads only
+    # one of the two. All other weights are quantized like the target's own layers.
     tables = parts.copied / 2
     return (
         parts.parameters * target.converted_itemsize,
@@ -445,7 +446,7 @@ def _count_draft_bytes(
 
 
 def _estimate_speed(
-    planned: PlannedDraft, passes: str, scenario: Scenario, read: float
+    planned: PlannedDraft, passes: str, scenario: Scenario, bytes_per_step: float
 ) -> dict[str, Any]:
     """Estimate the cost of a draft step and the speedup in serving.
 
@@ -454,20 +455,28 @@ def _estimate_speed(
         passes: how many passes the draft takes per round: "K" for one per draft token, "1" for one
             in total, "0" for a lookup.
         scenario: the target and the device, and how the target is served.
-        read: bytes of weights that a draft step reads.
+        bytes_per_step: bytes of weights that a draft step reads.
 
     Returns:
         Fields of a PlanRow, by name.
     """
     # Compute c, the cost of a draft step relative to a target step, in two ways: by the bytes that
-    # each reads, and by the layers that each runs.
+    # each reads, and by the layers that each runs. A lookup reads no weights, and costs nothing.
     parts = planned.parts
     num_layers = scenario.target.text.num_hidden_layers
     alphas = planned.published.alphas
-    step = scenario.count_pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
-    shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
+    draft_step = 0.0
+    if parts.read:
+        draft_step = scenario.count_pass_bytes(
+            weights=bytes_per_step, cache=planned.cache, parameters=parts.read, num_tokens=1
+        )
+    shares = {
+        "weights": draft_step / scenario.plain_step,
+        "layers": parts.num_layers / num_layers,
+    }
 
-    # Compute both ends of the speedup, if acceptance rates of such drafts are published.
+    # Compute both ends of the speedup, if acceptance rates of such drafts are published. For the
+    # low end, each token of a mixture of experts goes to experts of its own (`spread`).
     low = high = None
     if alphas:
         verify = scenario.estimate_verification(MAX_K[passes], spread=True)
@@ -485,14 +494,14 @@ def _estimate_speed(
 
 
 def _estimate_serving(
-    planned: PlannedDraft, scenario: Scenario, size: float, high: ExpectedSpeedup | None
+    planned: PlannedDraft, scenario: Scenario, draft_bytes: float, high: ExpectedSpeedup | None
 ) -> Budget | None:
     """Compute the memory of each device that serves the target with a draft.
 
     Args:
         planned: the sizes of the draft.
         scenario: the target and the device, and how the target is served.
-        size: bytes of the draft's weights.
+        draft_bytes: bytes of the draft's weights.
         high: the high end of the speedup, whose K is used; None if there is none.
 
     Returns:
@@ -507,9 +516,9 @@ def _estimate_serving(
     budget = compute_budget(
         scenario.target,
         scenario.serving,
-        size,
+        draft_bytes,
         planned.cache,
-        high.num_speculative_tokens if high else 0,
+        num_speculative_tokens=high.num_speculative_tokens if high else 0,
     )
     if budget.room is None or alone.room is None:
         return budget
@@ -520,8 +529,8 @@ def _estimate_training(
     method: str,
     planned: PlannedDraft,
     scenario: Scenario,
-    name: str | None,
-    recipe: RecipeKeys,
+    recipe: str | None,
+    settings: RecipeKeys,
     tokens: int | None,
 ) -> dict[str, Any]:
     """Estimate the memory, hours and disk space of training a draft.
@@ -530,16 +539,16 @@ def _estimate_training(
         method: the method.
         planned: the sizes of the draft.
         scenario: the target and the device.
-        name: the name of the recipe; None if there is none.
-        recipe: the keys of this recipe, if the draft is trained with the recipe unchanged; else
+        recipe: the name of the recipe; None if there is none.
+        settings: the keys of this recipe, if the draft is trained with the recipe unchanged; else
             empty.
         tokens: distinct training tokens; None if they are not known.
 
     Returns:
         Fields of a PlanRow, by name.
     """
-    # A draft without weights needs no training, so its disk space and hours are 0. They are left
-    # unknown if the method has no number of training tokens.
+    # A draft without weights needs no training, so its disk space and hours are 0. Both are unknown
+    # if the number of training tokens is.
     if planned.shape is None:
         zero_or_unknown = None if tokens is None else 0
         return {
@@ -549,14 +558,15 @@ def _estimate_training(
         }
     target = scenario.target
     itemsize = target.itemsize()
-    rows, length = _choose_micro_batch(scenario, recipe)
+    rows, length = _choose_micro_batch(scenario, settings)
 
-    # Estimate memory and speed of a training step. Of the recipe's section `draft`, only the steps
-    # of the unroll matter here. Then choose on how many devices to train, so that memory suffices.
+    # Estimate memory and speed of a training step. Of the recipe's section `draft`, only the number
+    # of unrolled steps matters here. Then choose on how many devices to train, so that memory
+    # suffices.
     draft_keys = {
-        key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"
+        key: value for key, value in settings.get("draft", {}).items() if key == "ttt_steps"
     }
-    memory, rate = estimate_training_needs(
+    memory, tokens_per_second = estimate_training_needs(
         method,
         planned,
         target,
@@ -571,35 +581,38 @@ def _estimate_training(
 
     # The recipe's own launch and number of steps take precedence.
     trained = tokens
-    if recipe:
-        is_sharded = recipe["target"].get("shard") == "layers"
-        launch = describe_launch(target, memory, *launch_of(str(name)), is_sharded=is_sharded)
-        train = recipe["train"]
+    if settings:
+        configuration, num_processes = launch_of(str(recipe))
+        is_sharded = settings["target"].get("shard") == "layers"
+        launch = describe_launch(
+            target, memory, configuration, num_processes, is_sharded=is_sharded
+        )
+        train = settings["train"]
         steps = train["max_steps"] * train.get("gradient_accumulation_steps", 1)
         trained = steps * rows * length * launch.num_processes
 
-    # If hidden states are stored, a token takes the vectors that the draft reads: one of the
-    # target's hidden size for each feature.
+    # If hidden states are stored, a token takes the vectors that the draft reads: for each feature,
+    # one of the target's hidden size.
     bytes_per_token = METHODS[method].features * target.text.hidden_size * itemsize
     return {
         "disk_bytes": None if tokens is None else bytes_per_token * tokens,
         "micro_batch": (rows, length),
         "trained_tokens": trained,
         "training_memory": memory,
-        "training_hours": None if trained is None else trained / rate / 3600,
+        "training_hours": None if trained is None else trained / tokens_per_second / 3600,
         "training_launch": launch,
     }
 
 
-def _choose_micro_batch(scenario: Scenario, recipe: RecipeKeys) -> tuple[int, int]:
+def _choose_micro_batch(scenario: Scenario, settings: RecipeKeys) -> tuple[int, int]:
     """Return the number of rows of a micro-batch in training, and the tokens of a row.
 
-    Each is the number in the options, else that in the recipe, else a default. A row is no longer
-    than the target's longest context.
+    Each is the number in the options, else that in the recipe's settings, else a default. A row is
+    no longer than the target's longest context.
     """
-    train = recipe.get("train", {})
+    train = settings.get("train", {})
     rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
-    length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
+    length = scenario.max_length or settings.get("data", {}).get("max_length", MAX_LENGTH)
     context = getattr(scenario.target.text, "max_position_embeddings", None)
     return rows, min(length, context or length)
 
@@ -627,8 +640,8 @@ def estimate_training_needs(
         draft_keys: keys of the recipe's section `draft`.
         micro_batch: rows, and tokens of a row.
         itemsize: bytes of a number of the target's weights.
-        computed: run the training step's own code over tensors without content, if the method
-            supports it. Otherwise both results are rough.
+        computed: whether to run the training step's own code over tensors without content, if the
+            method supports it. Otherwise both results are rough.
         is_mixed: whether the step runs under bfloat16 autocast.
         runs_layers: whether each step runs the target's layers. If not, their hidden states are
             read from disk.
@@ -653,7 +666,7 @@ def estimate_training_needs(
 
     # If the step's own code can run without weights, count its operations. This gives a better
     # number for the activations.
-    layers = sizes.count_layer_weights_read(target.model) if runs_layers else 0.0
+    layer_weights = sizes.count_layer_weights_read(target.model) if runs_layers else 0.0
     if computed and planned.build is not None:
         step = count_training_step(
             method,
@@ -667,14 +680,18 @@ def estimate_training_needs(
         memory["activations"] = step.peak
         # The ledger does not count the target's layers, so their operations are added: two for each
         # weight and token.
-        return memory, device.estimate_tokens_per_second(step, num_tokens, 2 * layers * num_tokens)
+        layer_flops = 2 * layer_weights * num_tokens
+        return memory, device.estimate_tokens_per_second(step, num_tokens, layer_flops)
 
     # Otherwise count two operations per weight and token for the forward pass of the target, and
     # six per weight and position for forward and backward of the draft.
-    head = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
-    flops_per_token = 2 * (layers + head) + 6 * planned.parts.read * positions
-    flops = MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
-    return memory, flops / flops_per_token
+    other_weights = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
+    target_weights = layer_weights + other_weights
+    flops_per_token = 2 * target_weights + 6 * planned.parts.read * positions
+    flops_per_second = (
+        MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
+    )
+    return memory, flops_per_second / flops_per_token
 
 
 def _choose_launch(
@@ -720,8 +737,8 @@ def describe_launch(
     Returns:
         The launch configuration with the bytes that each process holds.
     """
-    # If the target's layers are split, a process holds its part of them, and one whole layer that
-    # it has gathered from all processes to run it.
+    # If the target's layers are split, a process holds its part of them, and the layer that it is
+    # running, gathered from all processes.
     layer_bytes = target.itemsize() * sum(
         size.numel() for key, size in target.model.named_parameters() if ".layers." in key
     )
@@ -731,8 +748,8 @@ def describe_launch(
         spared_bytes = layer_bytes - held_bytes
 
     # ZeRO splits the training state of the draft, which has 16 bytes per parameter. Stage 2 splits
-    # gradient and moments (12 bytes), so a quarter is kept whole. Stage 3 splits all 16 bytes, and
-    # holds the gathered weights (4 bytes, a quarter) in addition.
+    # gradient and moments (12 bytes), so each process keeps a quarter whole. Stage 3 splits all 16
+    # bytes; each process also holds the gathered weights (4 bytes, a quarter).
     kept_shares = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}
     kept_share = kept_shares.get(name.partition("_")[0], 1.0)
     device_bytes = sum(memory.values()) - spared_bytes - (1 - kept_share) * memory["draft"]
@@ -841,23 +858,24 @@ def compute_speedup_range(
     Args:
         alphas: the lower and the higher acceptance rate.
         verify: the cost of verifying K = 1, 2, … draft tokens, in plain target steps.
-        shares: the cost of a draft step over that of a target step: `weights` by the bytes that
-            they read, `layers` by the layers that they run.
+        shares: the cost of a draft step, divided by that of a target step: `weights` by the bytes
+            that they read, `layers` by the layers that they run.
         target_layers: layers of the target.
         passes: how many passes the draft takes per round: "K" for one per draft token, "1" for one
             in total, "0" for a lookup.
-        verify_at_best: the costs of verifying at the high end; None for 1 at every K, as for a
-            dense target with few sequences.
+        verify_at_best: the costs of verifying at the high end. None: verifying costs as much as a
+            plain step at every K, as for a dense target with few sequences.
     """
     # For the low end, take the larger of the two cost estimates, and add the overhead of an engine
-    # to the draft step and to verification. The overhead of a draft step is that of some layers of
-    # the target; a draft that runs no layers has none.
+    # to the draft step and to verification. For a draft step, this is the time that LAYERS_OVERHEAD
+    # of the target's layers take; a draft that runs no layers has no overhead.
     lower_alpha, higher_alpha = alphas
-    overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
+    draft_overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
+    slow_draft_step = max(shares.values()) + draft_overhead
     slow_verify = [v + VERIFY_OVERHEAD for v in verify]
-    low = select_best_k(lower_alpha, slow_verify, max(shares.values()) + overhead, passes)
+    low = select_best_k(lower_alpha, slow_verify, slow_draft_step, passes)
 
-    # For the high end, a draft step costs only the bytes that it reads, as on an idle GPU.
+    # For the high end, a draft step costs only the bytes that it reads.
     fast_verify = verify_at_best or [1.0] * len(verify)
     high = select_best_k(higher_alpha, fast_verify, shares["weights"], passes)
     return low, high
@@ -873,8 +891,8 @@ def estimate_training_memory(
 ) -> dict[str, int]:
     """Estimate roughly how many bytes each part of training takes on one device.
 
-    The target's weights are on the device, and the draft with its gradients and the state of AdamW
-    in float32. Activations are assumed to be 28H + 4I bfloat16 numbers per layer, token and drafted
+    The device holds the target's weights, and in float32 the draft with its gradients and AdamW's
+    state. Activations are assumed to be 28H + 4I bfloat16 numbers per layer, token and drafted
     position, where H is the hidden size and I the MLP's width. These factors were counted in
     EAGLE-3 heads. The logits of one block of the loss are added.
 

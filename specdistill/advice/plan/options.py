@@ -35,8 +35,8 @@ class ServingOptions(Section):
     )
     device: Literal["h100", "cpu"] | None = option(
         None,
-        "device to plan for; cpu: the CPU of this machine; null: cpu if this machine has no GPU and"
-        " enough memory for the target, else h100",
+        "device to plan for; cpu: the CPU of this machine; null: cpu if this machine has enough"
+        " memory for the target and no GPU, else h100",
     )
     memory_gb: float = option(
         80.0, "memory of one device in GiB; the default for a CPU is this machine's memory", gt=0

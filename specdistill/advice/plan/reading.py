@@ -1,6 +1,6 @@
 """Read what is known before anything is trained.
 
-That is the config.json of a target and of a draft, and the drafts that others published on the Hub.
+That is the config.json of a target and of a draft, and which drafts others published on the Hub.
 """
 
 import re
@@ -31,7 +31,7 @@ from specdistill.targets.loading import read_gguf_config
 # Seconds after which an unreachable Hub is given up. The plan itself does not need it.
 TIMEOUT_SECONDS = 5
 DRAFT = "the config.json of an EAGLE head, an MTP layer or a causal language model"
-# Patterns of the names that drafts have, by method. Special names come first.
+# For each method, a pattern of the names that drafts of this method have. Special names come first.
 METHOD_PATTERNS = OTHER_METHODS | {
     "dflash": r"dflash",
     "dspark": r"dspark",
@@ -42,7 +42,8 @@ METHOD_PATTERNS = OTHER_METHODS | {
     "draft_model": r"draft",
 }
 
-# The words that the Hub is searched for. Each takes one request, or two with a Hub id.
+# The words that the Hub is searched for. Each word takes one request, or two for a target with a
+# Hub id.
 SEARCH_WORDS = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
@@ -79,9 +80,9 @@ def read_model_config(
             key,
             hub_id,
             revision,
-            config.to_dict(),
-            config,
-            None,
+            raw=config.to_dict(),
+            config=config,
+            native_mtp=None,
             stored_bytes=(folder / file).stat().st_size,
         )
 
@@ -115,10 +116,10 @@ def read_model_config(
 
     # Ask each method whether the target's checkpoint has layers to draft with, such as those for
     # multi-token prediction.
-    layers = (
+    native_layers = (
         method.advice.find_native_layers(raw, names, config.get_text_config()) for method in methods
     )
-    native_mtp = next(filter(None, layers), None)
+    native_mtp = next(filter(None, native_layers), None)
     revision = folder.name if hub_id else None
     return ModelConfigInfo(
         name, key, hub_id, revision, raw, config, native_mtp, trust_remote_code, stored_bytes
@@ -178,34 +179,35 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
         method: the draft's method.
 
     Returns:
-        Warnings: one if the vocabularies differ so little that padding may be the reason.
+        A warning if the vocabularies differ so little that padding may be the reason; else an empty
+        list.
 
     Raises:
         UserError: if the vocabulary or the hidden size differs from the target's, or if the draft
             is for a target with another number of layers.
     """
-    # Compare the vocabularies. Up to 1 % of difference may be padding, for a draft with an
-    # embedding of its own.
+    # Compare the vocabularies. For a draft with an embedding of its own, a difference of up to 1 %
+    # may be padding.
     standalone = METHODS[method].standalone
-    depth = target.text.num_hidden_layers
-    got = draft.text.vocab_size
-    expected = target.text.vocab_size
-    if got != expected and not (standalone and abs(got - expected) <= 0.01 * expected):
+    draft_vocab = draft.text.vocab_size
+    target_vocab = target.text.vocab_size
+    may_be_padding = standalone and abs(draft_vocab - target_vocab) <= 0.01 * target_vocab
+    if draft_vocab != target_vocab and not may_be_padding:
         raise UserError(
             "draft",
-            got=f"{draft.name} with a vocabulary of {got:,}",
-            expected=f"the target's vocabulary of {expected:,}",
+            got=f"{draft.name} with a vocabulary of {draft_vocab:,}",
+            expected=f"the target's vocabulary of {target_vocab:,}",
         )
-    if got != expected:
+    if draft_vocab != target_vocab:
         return [
-            f"{draft.name} has a vocabulary of {got:,}, and the target has one of {expected:,}:"
-            " assuming the same tokenizer with different padding"
+            f"{draft.name} has a vocabulary of {draft_vocab:,}, and the target has one of"
+            f" {target_vocab:,}: assuming the same tokenizer with different padding"
         ]
     if standalone:
         return []
 
-    # All other drafts read hidden states of the target, so they must be made for its hidden size
-    # and its number of layers.
+    # All other drafts read hidden states of the target, so they must be made for a target with this
+    # hidden size and this number of layers.
     width = draft.raw.get("target_hidden_size") or draft.text.hidden_size
     if width != target.text.hidden_size:
         raise UserError(
@@ -213,11 +215,12 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
             got=f"{draft.name} for a hidden size of {width:,}",
             expected=f"the target's hidden size of {target.text.hidden_size:,}",
         )
-    made_for = draft.raw.get("num_target_layers") or depth
-    if made_for != depth:
+    depth = target.text.num_hidden_layers
+    expected_depth = draft.raw.get("num_target_layers") or depth
+    if expected_depth != depth:
         raise UserError(
             "draft",
-            got=f"{draft.name} for a target of {made_for} layers",
+            got=f"{draft.name} for a target of {expected_depth} layers",
             expected=f"a draft for the target's {depth} layers",
         )
     layers = getattr(METHODS[method].load().read_head_shape(draft.raw, depth), "aux_layers", ())
@@ -238,8 +241,8 @@ class KnownDraft:
     Attributes:
         repository: its Hub id.
         method: its method, inferred from its name and tags.
-        found_by: `card` if the repository names the target as its base model, `name` if only their
-            names are alike.
+        found_by: `card` if the draft's model card names the target as base model, `name` if only
+            the repository's name is like the target's.
         downloads: how often it was downloaded.
     """
 
@@ -310,8 +313,8 @@ def infer_method(repository: str, tags: list[str]) -> str | None:
     Returns:
         The method; None if nothing suggests that the repository is a draft.
     """
-    # METHOD_PATTERNS has special names before general ones, such as `eagle3` before `eagle`, so the
-    # first match counts.
+    # METHOD_PATTERNS has special names before general ones, for example `eagle3` before `eagle`. So
+    # the first match counts.
     text = " ".join([repository, *tags]).lower()
     return next(
         (method for method, pattern in METHOD_PATTERNS.items() if re.search(pattern, text)), None
@@ -323,15 +326,12 @@ def has_target_name(repository: str, target: str) -> bool:
 
     For example, `EAGLE3-LLaMA3.1-Instruct-8B` has those of `Llama-3.1-8B-Instruct`.
     """
-    # Split both names into words and numbers, such as `llama`, `3.1` and `8b`. `eagle3` is removed
-    # first, because its 3 would look like a version of the target.
-    words, target_words = (
-        set(
-            re.findall(
-                r"\d+(?:\.\d+)?[bm]?|[a-z]+",
-                re.sub(r"eagle[-_ ]?3(\.1)?", " ", name.split("/")[-1].lower()),
-            )
-        )
-        for name in (repository, target)
-    )
-    return bool(target_words) and target_words <= words
+    target_words = _split_name(target)
+    return bool(target_words) and target_words <= _split_name(repository)
+
+
+def _split_name(name: str) -> set[str]:
+    """Return the words and numbers in a model's name, such as `llama`, `3.1` and `8b`."""
+    # `eagle3` is removed first, because its 3 would look like a version of the target.
+    name = re.sub(r"eagle[-_ ]?3(\.1)?", " ", name.split("/")[-1].lower())
+    return set(re.findall(r"\d+(?:\.\d+)?[bm]?|[a-z]+", name))

@@ -12,7 +12,8 @@ from specdistill.serving.engines.vllm import SPECULATORS, VLLM
 # TensorRT-LLM's PyTorch backend. The facts were read in modeling_speculative.py and
 # speculative/eagle3.py. Drafts are checked for it, not exported. It reads the tensor names that
 # ModelOpt writes (`layers.0.*`, without t2d and embedding) and those of SpecForge. The layers that
-# a head reads are a separate argument. A missing tensor is an error, an unknown one is not.
+# a head reads are given by a separate argument. A missing tensor is an error, an unknown one is
+# not.
 TENSORRT_LLM = Engine(
     name="trtllm",
     title="TensorRT-LLM",

@@ -1,8 +1,9 @@
-"""Completions from an engine's server, with the server's counts of them.
+"""Completions from an engine's server, with the server's counts of their draft tokens.
 
-Each answer counts its own drafts, whatever else is served meanwhile. Other requests would disturb
-the times. There are none if the server's Prometheus page counts as many generated tokens as the
-answers have. The page follows an answer with a short delay.
+Each answer counts its own drafts, whatever else is served meanwhile. But other requests would
+disturb the times. So the number of generated tokens on the server's Prometheus page is compared
+with that in the answers: without other requests, the two are equal. The page is updated shortly
+after an answer is sent.
 """
 
 import math
@@ -23,8 +24,8 @@ from specdistill.serving.engines.server import (
     Server,
 )
 
-# How long the page of counters may lag behind an answer. Longer, and a measurement waits for a
-# server that will never count the tokens.
+# How long the page of counters may lag behind an answer. With a larger value, a measurement would
+# wait longer for a server that never counts the tokens.
 MAX_DELAY_SECONDS = 10.0
 # Counters that vLLM and llama.cpp share: drafts, draft tokens and accepted tokens, and the accepted
 # tokens of each position.
@@ -32,8 +33,8 @@ SPEC_DECODE_COUNTERS = tuple(
     f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
 )
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
-# The values of a page by name. Counters are sums over the server's ranks, and gauges the largest
-# value. Where a line has a position, the position is a part of the name.
+# Name -> value on a page of counters. A counter is the sum over the server's ranks, and a gauge the
+# largest value of a rank. If a line has a position, the position is a part of the name.
 Counters = Mapping[str, float]
 
 
@@ -81,7 +82,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """A server's counts for one completion; it does not show its rounds.
+    """A server's counts for one completion, summed over its rounds.
 
     Attributes:
         token_ids: the tokens of the completion; empty if the server does not return them.
@@ -152,16 +153,23 @@ class CompletionAnswer(JsonAnswer):
         num_drafted = self.num_draft_tokens
         num_accepted = self.num_accepted_tokens
 
-        # Without a draft there is nothing to count. A short completion may have no draft, either.
+        # Without a draft there is nothing to count. In a short completion, nothing may have been
+        # drafted.
         if not k or num_drafts == 0:
-            return ServerCounts(token_ids, 0, 0, 0, ())
+            return ServerCounts(
+                token_ids,
+                num_drafts=0,
+                num_draft_tokens=0,
+                num_accepted_tokens=0,
+                accepted_per_position=(),
+            )
         if num_drafts is None or num_drafted is None or num_accepted is None:
             return None
         if not 0 < len(histogram) <= k + 1:
             return None
 
-        # Tokens are accepted from the front. So a position was accepted in the drafts that have at
-        # least this many accepted tokens.
+        # Tokens are accepted from the front. So position k was accepted in all drafts with at least
+        # k accepted tokens.
         per_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
 
         # Check the counts: a position cannot be accepted more often than there are drafts, and each
@@ -174,7 +182,7 @@ class CompletionAnswer(JsonAnswer):
 
 @dataclass(frozen=True)
 class Client:
-    """The client of an engine's server: how to request completions, and where drafts are counted.
+    """The client of an engine's server: how to request completions, and where to read the counts.
 
     Methods raise ResourceError if the server does not answer as it should.
 
@@ -192,7 +200,7 @@ class Client:
         drafting: the names of the counters from which drafts are counted.
         latency: the name of the histogram of the seconds of a request, for engines that count
             drafts while a request runs. Empty for engines that count them when it has ended.
-        drafted_by: (growth of each counter in `drafting`, or value of a gauge) -> the number of
+        drafted_by: (growth of each counter in `drafting`; for a gauge its value) -> the number of
             drafts, draft tokens and accepted tokens.
     """
 
@@ -277,7 +285,7 @@ class Client:
         """Compute the number of drafts and draft tokens between two readings of the counters.
 
         Args:
-            before: the first reading. If it is empty, everything since the server started counts.
+            before: the first reading; empty to count everything since the server started.
             after: the second reading.
 
         Returns:
@@ -289,7 +297,7 @@ class Client:
         """
         # Find the counters of accepted tokens by position, which some engines have. Their names end
         # in the position. Sorting by length first puts position 10 after position 9.
-        positions = sorted(
+        position_counters = sorted(
             {name for name in (*before, *after) if PER_POSITION in name},
             key=lambda name: (len(name), name),
         )
@@ -307,14 +315,14 @@ class Client:
         # value, and the larger of its two values is taken.
         pairs = {
             name: (before.get(name, 0.0), after.get(name, 0.0))
-            for name in (*self.drafting, *positions)
+            for name in (*self.drafting, *position_counters)
         }
         growths = {
             name: new - old if "_total" in name else max(old, new)
             for name, (old, new) in pairs.items()
         }
 
-        # A counter that falls, or is no number, cannot be used: the server probably restarted.
+        # A counter that falls or is no number cannot be used: the server has probably restarted.
         for name, growth in growths.items():
             if not 0 <= growth < math.inf:
                 raise ResourceError(
@@ -329,7 +337,7 @@ class Client:
 
         # Convert the growth to numbers of drafts and tokens, by the formula of the engine.
         drafts, drafted, accepted = self.drafted_by(*(growths[name] for name in self.drafting))
-        accepted_per_position = [int(growths[name]) for name in positions]
+        accepted_per_position = [int(growths[name]) for name in position_counters]
         return {
             "num_drafts": int(drafts),
             "num_draft_tokens": int(drafted),

@@ -18,14 +18,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # After this many refused requests without one answer, the fault is with the server, not with the
 # requests. A smaller number would give up a good server if the first prompts are too long.
 MAX_REFUSED_PROMPTS = 32
-# Seconds that a server may fail, without one answer in between, before the other servers continue
-# without it. In this time a server may restart and load its weights.
+# Seconds that a server may fail, without one answer in between. After that, the other servers
+# continue without it. In this time a server may restart and load its weights.
 RETRY_TIMEOUT_S = 600.0
 # Seconds before a server that failed is asked again. The delay doubles with each failure.
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 60.0
-# HTTP statuses of a wrong request (the next one may succeed), and of a server that cannot be used
-# (none will succeed: a wrong key or address).
+# HTTP statuses of a wrong request (the next request may succeed), and of a server that cannot be
+# used (no request will succeed: the key or the address is wrong).
 REQUEST_ERROR_CODES = {400, 413, 422}
 SERVER_ERROR_CODES = {401, 403, 404, 405, 501}
 
@@ -52,7 +52,7 @@ class UnavailableError(Exception):
     """An error of a server that may answer later.
 
     Attributes:
-        seconds: the time until the server may be asked again; None if it does not say.
+        seconds: the time until the server may be asked again; None if the server does not say.
     """
 
     def __init__(self, why: str, seconds: float | None = None) -> None:
@@ -66,8 +66,8 @@ class CompletionServer:
     Attributes:
         model: the name of its model, once `find_model` has asked for it.
         num_answers: the number of completions that the server has returned.
-        until: the time, by `time.monotonic`, before which the server is not asked again. While it
-            fails, all of its threads wait together.
+        until: the time, by `time.monotonic`, before which the server is not asked again. All
+            threads that ask the server wait until then.
         states: the folder to which the server writes the hidden states of its completions. None:
             hidden states are not requested.
 
@@ -118,7 +118,8 @@ class CompletionServer:
     def find_model(self, names: Sequence[str]) -> None:
         """Ask the server for its models, and store in `model` which of them to request.
 
-        This is the model that has one of `names`. A server with one model may call it anything.
+        This is the model that has one of `names`. If the server has only one model, it may have any
+        name.
 
         Args:
             names: the possible names of the target.
@@ -145,7 +146,7 @@ class CompletionServer:
             body: the JSON of the request.
 
         Returns:
-            The completion. A text if the server refuses this one request: the server's answer. The
+            The completion. If the server refuses this one request: its answer, as a text. The
             caller then skips the prompt.
 
         Raises:
@@ -187,8 +188,9 @@ class CompletionServer:
     def record_failure(self, error: UnavailableError) -> bool:
         """Record a failure, and return whether the server should be asked again.
 
-        `self.until` says when: after a pause that doubles with each failure. A server that has
-        failed for RETRY_TIMEOUT_S seconds without one answer should not be asked again.
+        The next request may be sent at `self.until`, after a pause that doubles with each failure.
+        A server that has failed for RETRY_TIMEOUT_S seconds without one answer should not be asked
+        again.
 
         Args:
             error: the failure; `error.seconds` is the pause that the server asks for, if it does.

@@ -20,7 +20,7 @@ class HeadExport:
     """The data that the config.json of an exported head is built from.
 
     Attributes:
-        llama: the keys of a Llama.
+        llama: the keys that describe the head's layers, named as in the config of a Llama.
         head: the config of the head.
         target: the `TargetFiles` of the head's target; None if the layout does not need it.
         num_speculative_tokens: K, draft tokens per round.
@@ -34,16 +34,18 @@ class HeadExport:
 
 @dataclass(frozen=True)
 class Layout:
-    """The folder of a draft as an engine reads it.
+    """The form of a draft's folder that an engine reads.
 
-    Without arguments this is the folder of a draft model.
+    The default values describe the folder of a draft model.
 
     Attributes:
         config: builds the config.json of a head.
-        limits: settings that a head cannot have; the first one that applies is reported.
+        limits: settings that the engine does not support; the first one that a head has is
+            reported.
         first_layer: the prefix of tensor names in the first layer of an EAGLE-3 head.
         needs_target: why a head's folder repeats the target's embedding; empty if it does not.
-        fc_bias: whether an EAGLE-1 head always has a bias in `fc`. A head without one gets zeros.
+        fc_bias: whether an EAGLE-1 head always has a bias in `fc`. If the head has none, zeros are
+            written.
     """
 
     config: Callable[[HeadExport], dict[str, object]] = lambda export: export.llama
@@ -98,18 +100,19 @@ class Served:
 
     Attributes:
         method: the method of the draft; None to serve the target without a draft.
-        output: the folder of the draft. If `in_target`, the model that the engine loads.
+        output: the folder of the draft; with `in_target`, the model that the engine loads.
         target: the name or folder of the target; None if it is not known.
         num_tokens: K, draft tokens per round.
-        samples: whether the draft was measured with draft tokens that are drawn, not greedy.
+        samples: whether the draft was measured with sampled (not greedy) draft tokens.
         config: the config.json that was written. For a method without a draft: its settings.
         serving: how the engine loads the method's drafts.
-        in_target: whether the draft has no folder of its own. It is then in the target's
-            checkpoint, which is `output`, or needs no file.
+        in_target: whether the draft has no folder of its own. Such a draft needs no file, or is in
+            the target's checkpoint, which is `output`.
         lookup_first: the `LookupFirstConfig` of the lookup in front of the draft; None for none.
         chat_template: the file of the template that the draft was trained with; None for the
             target's own.
-        gguf: the GGUF file of the target, if it is one. `target` is then its copy in safetensors.
+        gguf: the GGUF file of the target; None for any other target. `target` is then a copy of
+            the file in safetensors.
         revision: the commit or tag of the target on the Hub.
         draft_revision: the commit or tag of the draft on the Hub.
         lengths: pairs (sequences at once, K) if K changes with the load. Each K holds from its
@@ -145,6 +148,7 @@ class Served:
     @property
     def pinned(self) -> str | None:
         """The revision of `model`."""
+        # If the model is not the target itself, it is `output`, the target with its draft.
         return self.draft_revision if self.model != self.target_name else self.revision
 
     @property
@@ -182,8 +186,9 @@ class Program:
     Attributes:
         command: the command as users type it.
         arguments: (served) -> the arguments for a target and its draft.
-        measured: options that a server needs to be measured, with or without a draft.
-        measured_draft: further options that a server with a draft needs to be measured.
+        measured: options with which a server must be started for a measurement, with or without a
+            draft.
+        measured_draft: further options for the measurement of a server with a draft.
         variables: (served) -> the environment variables that users set for the program.
         settings: (a recipe's `target`, its `eval`, tokens of the longest sequence) -> options.
     """
@@ -214,15 +219,15 @@ class Program:
 
 @dataclass(frozen=True)
 class FrontLookup:
-    """The lookup that an engine can put in front of a draft, from which it drafts chains.
+    """The lookup that an engine can put in front of a draft. It proposes chains of tokens.
 
     The engine's program reads the lookup's settings from `Served.lookup_first`.
 
     Attributes:
         note: sentences about serving with a lookup, for SERVE.md and model cards.
         mark: a text in the log of a server that has a lookup; empty if the log does not say.
-        limit: (a `LookupFirstConfig`, K or None if it is not known) -> the first key that the
-            engine cannot express, and what is expected instead. None if there is no such key.
+        limit: (a `LookupFirstConfig`, K or None if it is not known) -> the first key whose value
+            the engine does not support, and what is expected instead. None if there is no such key.
     """
 
     note: str
@@ -256,8 +261,8 @@ class Engine:
         name: the name in commands and recipes.
         title: the name in sentences.
         versions: the versions in whose sources the facts about the engine were read.
-        serve_command: (served) -> lines for a shell. None: drafts are checked for the engine, not
-            exported.
+        serve_command: (served) -> lines for a shell. None: drafts can only be checked for the
+            engine, not exported.
         counters: a sentence that says where a running engine shows what it accepts.
         flags: other settings of the server, in words -> the options that set them. The texts may
             hold {length}, {total} (of four sequences) and {dtype}, which are filled in for a
@@ -287,7 +292,7 @@ class Engine:
     layouts: str = ""
 
     def describe_front(self, lookup: Any, k: int | None = None) -> FrontLookup | None:
-        """Return how this engine looks up tokens before it drafts, if it can do so as asked.
+        """Return how this engine looks up tokens before it drafts, if it supports the settings.
 
         Args:
             lookup: a `LookupFirstConfig`, the settings of a lookup in front of a draft; None for no
@@ -305,21 +310,18 @@ class Engine:
         )
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
-        """Return the K and the lookup to start the engine with, given those of the measurement.
+        """Return the K and the lookup to start this engine with, given those of the measurement.
 
-        If the engine can do the same lookup, both are as measured. If it cannot, it starts the
-        draft without a lookup, with the K that the draft itself had behind the lookup.
+        If this engine supports the lookup, both are as measured. Otherwise the lookup is left out,
+        and K is the number of tokens that the draft proposed where nothing was looked up.
 
         Args:
-            k: the K with which the draft was measured.
-            lookup: the `LookupFirstConfig` of the measurement, whose `levels` is the K of the draft
-                itself. None: the draft was measured without a lookup.
+            k: the K of the measurement.
+            lookup: the `LookupFirstConfig` of the measurement; None if there was no lookup.
 
         Returns:
             K, draft tokens per round, and the lookup or None.
         """
-        return (
-            (k, lookup)
-            if lookup is None or self.describe_front(lookup, k)
-            else (lookup.levels, None)
-        )
+        if lookup is None or self.describe_front(lookup, k) is not None:
+            return k, lookup
+        return lookup.levels, None

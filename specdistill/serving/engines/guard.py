@@ -1,11 +1,12 @@
 """A process between an engine's server and the process that started it.
 
-When one of the two ends, it ends everything that the engine started.
+When one of the two ends, this process ends everything that the engine started.
 
     python guard.py GRACE_SECONDS COMMAND …
 
-It leads the session in which the engine runs. Its standard input is a pipe that only the starting
-process holds open. The kernel closes the pipe however that process ends, also by SIGKILL.
+This process leads the session in which the engine runs. Its standard input is a pipe that only the
+starting process holds open. The kernel closes the pipe however the starting process ends, also by
+SIGKILL.
 """
 
 import os
@@ -24,7 +25,7 @@ def main(grace_seconds: str, *command: str) -> None:
     """Run a command until it ends or standard input closes, then end all processes it started.
 
     The process that starts this one holds the other end of standard input, a pipe. The pipe closes
-    whenever that process ends, so the engine never outlives it.
+    whenever the starting process ends, so the engine never outlives the starting process.
 
     Args:
         grace_seconds: the seconds from SIGTERM to SIGKILL, when processes are ended.

@@ -4,15 +4,16 @@
   not know the norms of EAGLE-3.1.
 - `--spec-type` is a list. Lookups draft first, whatever its order. Where they find nothing, the
   draft drafts.
-- `ngram-simple` compares exactly size-n tokens, and drafts only where at least as many follow.
+- `ngram-simple` compares exactly n tokens (`size-n`), and drafts only where at least n tokens
+  follow the earlier occurrence.
 - An answer holds the sums over its rounds. If it is streamed with `timings_per_token`, each token
   comes with the sums so far. These grow at the first token of a round, so the rounds can be counted
-  one by one. Tokens that end inside a character are sent with those that complete it.
+  one by one. Tokens that end inside a character are sent with those that complete the character.
 - The page of counters prints six digits.
-- With several requests in flight, an EAGLE-3 head whose draft tokens are sampled in the backend,
-  which is the default, is almost never accepted: for pico 1.04 tokens per round at four requests
-  instead of 1.21. Sampled outside of the backend, its tokens are accepted as often as with one
-  request.
+- By default, draft tokens are sampled in the backend. With several requests in flight, those of an
+  EAGLE-3 head are then almost never accepted: for pico 1.04 tokens per round at four requests
+  instead of 1.21. If they are sampled outside of the backend, they are accepted as often as with
+  one request.
 """
 
 import math
@@ -45,7 +46,7 @@ NGRAM_SIMPLE = "ngram-simple"
 EAGLE3 = "draft-eagle3"
 MODEL = "draft-simple"
 CONTEXT_STEP = 256  # llama.cpp rounds the context of a slot up to a multiple of so many tokens.
-FILES = ("model", "model_draft")  # keys of eval.llama_cpp whose values `Served` has
+FILES = ("model", "model_draft")  # keys of eval.llama_cpp whose values are in a `Served`
 EVENT = b"data: "  # the beginning of each line of a streamed answer (server-sent events)
 
 
@@ -54,8 +55,7 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
 
     Args:
         served: the facts that the command is built from: the method, K, the lookup, …
-        draft: the GGUF file of the draft. It is not used if the method is a lookup, without a
-            draft.
+        draft: the GGUF file of the draft; not used if the method is a lookup, which has no draft.
     """
     types = []
     options = []
@@ -110,8 +110,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
     Raises:
         UserError: if `eval.llama_cpp.ctx_size` is too small for the slots.
     """
-    # Find the options that the recipe sets, and the number of slots: the most requests at once. The
-    # keys in `FILES` name GGUF files, which `serve_arguments` passes on.
+    # Find the options that the recipe sets, and the number of slots, which is the largest number of
+    # requests at once. The keys in `FILES` name GGUF files, which `serve_arguments` passes on.
     recipe_options = {
         name: value
         for name, value in vars(config.llama_cpp).items()
@@ -220,10 +220,10 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     Args:
         server: the server.
         counters: a reading of the server's /metrics. Once the server has drafted, it has a counter
-            of accepted tokens for each of the K positions, so K is their number.
+            of accepted tokens for each of the K positions, so K is the number of these counters.
     """
-    # Use a new connection for each request, because llama.cpp may close an idle connection just
-    # when the next request is sent.
+    # Use a new connection for each request, because llama.cpp may close an idle connection at the
+    # moment when the next request is sent.
     server.session.headers["Connection"] = "close"
 
     # /slots says whether the server drafts, but not how many tokens. A server that drafts, but has
@@ -408,8 +408,8 @@ LLAMA_CPP = Engine(
     ),
     lookup=FrontLookup(
         note=(
-            f"llama.cpp looks up by `{NGRAM_SIMPLE}`, a rule of its own: it drafts only where as"
-            " many tokens follow as agree."
+            f"llama.cpp looks up with its own rule `{NGRAM_SIMPLE}`: it compares a fixed number of"
+            " tokens, and drafts only where at least as many tokens follow."
         ),
         limit=limit,
     ),

@@ -2,9 +2,10 @@
 
 A loader says how an engine loads the drafts of one method. The engines need a GPU, and most of what
 goes wrong raises no error in them: tensors stay uninitialized, settings are not read. What an
-engine loads, renames and ignores, and what it reads of config.json, was read in its sources and is
-stated in its own file. This file has the types, what several engines have in common, and the check.
-The check applies a loader to config.json and to the names and shapes of the tensors.
+engine loads, renames and ignores, and which keys of config.json it reads, was found in the engine's
+source code. Each engine has a file here that states this. The present file has the types, what
+several engines have in common, and the check. The check applies a loader to config.json and to the
+names and shapes of the tensors.
 """
 
 import math
@@ -17,17 +18,17 @@ TensorShape = tuple[int, ...]
 # How an engine reacts to an unknown or a missing tensor: it stops with an error ("refused"), or
 # continues without a message ("silent").
 LoadOutcome = Literal["refused", "silent"]
-# Where a parameter's values come from. "file": the file. "shared": the file, or the target if the
-# file has none and the shape is the same. "target": the target, whatever the file has. "unused":
-# the file, but nothing reads them.
+# Where a parameter's values come from. "file": the draft's file. "shared": the draft's file, or the
+# target if the file has no such tensor and the target's has the same shape. "target": the target,
+# even if the file has such a tensor. "unused": the draft's file, but nothing reads the values.
 TensorSource = Literal["file", "shared", "target", "unused"]
 
 
 def choose_aux_layers(num_layers: int) -> list[int]:
     """Return the auxiliary layers that every engine assumes if a checkpoint does not name them.
 
-    An auxiliary layer is a layer of the target whose output a draft reads. These three are a low, a
-    middle and a high one: the draft reads the hidden states after 2, n//2 and n-3 layers.
+    An auxiliary layer is a layer of the target whose output a draft reads. The draft reads the
+    hidden states after 2, n//2 and n-3 layers: a low, a middle and a high layer.
 
     Args:
         num_layers: n, the number of layers of the target.
@@ -60,7 +61,8 @@ class Slot:
         shape: the sizes of the axes, as in `H A*D`. H: draft hidden, D: target hidden, A: number of
             auxiliary states, I: intermediate, Q and K: rows of queries and keys, E: head size, V
             and W: target and draft vocabulary, R: rank of a correction.
-        when: a switch that must be on for the parameter to exist, or off if it begins with `!`.
+        when: a switch that must be on for the parameter to exist. With a leading `!`, the switch
+            must be off. Empty: the parameter always exists.
         source: where the values come from.
     """
 
@@ -75,9 +77,9 @@ class Setting:
     """A setting that is read from config.json.
 
     Attributes:
-        keys: dotted keys. The first one that exists and is not null has the value. A key that ends
-            in `#` stands for the length of a list. Without keys the engine always uses the
-            default.
+        keys: dotted keys. The value is that of the first key that exists and is not null. A key
+            that ends in `#` stands for the length of a list. Without keys the engine always uses
+            the default.
         default: the value if no key has one.
     """
 
@@ -95,16 +97,18 @@ class Loader:
         slots: the parameters of the engine's model.
         unknown: how the engine reacts to a tensor without a parameter.
         unset: how the engine reacts to a parameter without a tensor.
-        settings: what the engine reads of config.json, by the setting's name in the head's config.
-        aux_layers: version of the engine -> where it finds the auxiliary layers: dotted keys, and
-            the number that is added to each layer. The sum counts "after L layers". Layers are
+        settings: the settings that the engine reads from config.json, by their names in the head's
+            config.
+        aux_layers: version of the engine -> where this version finds the auxiliary layers: dotted
+            keys, and the number to add to each layer, so that L means "after L layers". Layers are
             read in ascending order. Without such a key they are 2, n//2 and n-3.
-        inner: the key of the dictionary that holds the Llama's keys; None if they are at the top.
-        taken: keys outside of that dictionary that are read together with it.
+        inner: the key of a dictionary in config.json that holds the config of the draft's layers,
+            with the keys of LlamaConfig. None if these keys are at the top level.
+        taken: keys outside of that dictionary that the engine reads, too.
         required: keys without which the engine stops.
         never_null: keys that may be left out but may not be null.
-        renamed: (part of a tensor's name, its replacement, the switch that must be on; empty:
-            always).
+        renamed: (a part of a tensor's name, what replaces it, the switch that must be on). With an
+            empty switch the part is always replaced.
         ignored: parts of names of tensors that the engine skips.
         arguments: settings that the engine takes from its command line instead -> the option.
         limits: settings that the engine's code cannot express, whatever the folder holds.
@@ -149,8 +153,8 @@ def list_layer_slots(prefix: str, width: str, *norms: str) -> tuple[Slot, ...]:
     return tuple(Slot(f"{prefix}.{name}.weight", shape) for name, shape in shapes.items())
 
 
-# All engines read the file through transformers' LlamaConfig. These are its defaults for missing
-# keys.
+# All engines read config.json through transformers' LlamaConfig. Each setting has the default that
+# LlamaConfig has for a missing key.
 LLAMA_SETTINGS = {
     "vocab_size": Setting(("vocab_size",), 32000),
     "hidden_size": Setting(("hidden_size",), 4096),
@@ -198,8 +202,8 @@ def find_loader(loaders: Sequence[Loader], config: Mapping[str, object]) -> Load
     """Return the loader with which an engine loads a draft that has this config.json, or None.
 
     Args:
-        loaders: the loaders of the engine for the draft's method. `inner` of a loader is the key of
-            config.json that holds the Llama's keys; None if they are at the top level.
+        loaders: the loaders of the engine for the draft's method. A loader with a key `inner` fits
+            only a config.json that has this key: it holds the config of the draft's layers.
         config: the draft's config.json.
     """
     # A draft in speculators' layout is loaded only by the loader for that layout.
@@ -273,8 +277,8 @@ def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
         config: the config.json of the draft's folder.
     """
     # An engine chooses its model class by `architectures` in config.json. In some layouts this key
-    # is in an inner dictionary, whose key is `loader.inner`. If the engine knows several names, the
-    # error names the shortest one.
+    # is in an inner dictionary, whose key is `loader.inner`. If the engine knows several
+    # architectures, the error names the shortest one.
     loader = result.loader
     inner_config = config.get(loader.inner or "")
     architectures = (config if inner_config is None else inner_config).get("architectures") or []
@@ -294,9 +298,9 @@ def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
 def _merge_inner_config(loader: Loader, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config that the engine reads, as one flat dictionary.
 
-    Some layouts have the Llama's keys in an inner dictionary of config.json. The engine reads this
-    dictionary, and the keys `loader.taken` of the outer one, which take precedence. A config.json
-    without an inner dictionary is returned as it is.
+    In some layouts an inner dictionary of config.json describes the draft's layers. The engine
+    reads this dictionary, and the keys `loader.taken` outside of it, which take precedence. A
+    config.json without an inner dictionary is returned as it is.
     """
     inner_config = config.get(loader.inner or "")
     if not isinstance(inner_config, dict):
@@ -349,7 +353,7 @@ def _read_setting(config: Mapping[str, object], keys: Sequence[str], default: ob
     Args:
         config: config.json.
         keys: dotted keys, of which the first that exists and is not null counts. A key that ends in
-            `#` stands for the length of a list, which must not be empty.
+            `#` stands for the length of a list; an empty list does not count.
         default: the value if no key counts.
     """
     for key in keys:
@@ -390,7 +394,7 @@ def _check_aux_layers(
             )
 
     # Other engines read the layers from config.json. Each version has its own keys; the first key
-    # with a list that is not empty counts. `added` converts to this project's way of counting.
+    # whose list is not empty counts. `added` converts the layers to this project's way of counting.
     for version, keys in result.loader.aux_layers.items():
         read_layers = default
         for key, added in keys.items():
@@ -408,7 +412,7 @@ def _check_aux_layers(
 
 
 def _read_slot_sizes(
-    read: dict[str, Any], config: Mapping[str, Any], target: Any
+    settings: dict[str, Any], config: Mapping[str, Any], target: Any
 ) -> dict[str, int]:
     """Return the sizes from which the shapes of the engine's parameters are computed.
 
@@ -416,35 +420,37 @@ def _read_slot_sizes(
     such as "bias", is on. The result has the size of each letter and the value of each switch.
 
     Args:
-        read: the settings as the engine reads them. A missing `head_dim` is filled in.
+        settings: the settings as the engine reads them. A missing `head_dim` is filled in.
         config: the config.json of the draft's folder.
         target: the target; None if it is not known.
     """
     # The sizes that every draft has. Like Llama, the engine computes a missing `head_dim` as
     # hidden size / number of heads.
-    read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]
+    num_heads = settings["num_attention_heads"]
+    head_dim = settings["head_dim"] or settings["hidden_size"] // num_heads
+    settings["head_dim"] = head_dim
     sizes = {
-        "H": read["hidden_size"],
-        "I": read["intermediate_size"],
-        "Q": read["num_attention_heads"] * read["head_dim"],
-        "K": read["num_key_value_heads"] * read["head_dim"],
-        "V": read["vocab_size"],
-        "E": read["head_dim"],
-        "R": read.get("markov_rank") or 0,
-        "bias": read["bias"],
-        "one_layer": read["num_layers"] == 1,
+        "H": settings["hidden_size"],
+        "I": settings["intermediate_size"],
+        "Q": num_heads * head_dim,
+        "K": settings["num_key_value_heads"] * head_dim,
+        "V": settings["vocab_size"],
+        "E": head_dim,
+        "R": settings.get("markov_rank") or 0,
+        "bias": settings["bias"],
+        "one_layer": settings["num_layers"] == 1,
     }
 
     # Heads (such as EAGLE-3) also have sizes of the target and of the draft vocabulary.
-    if "draft_vocab_size" in read:
+    if "draft_vocab_size" in settings:
         sizes |= {
-            "W": read["draft_vocab_size"],
-            "D": read["target_hidden_size"],
-            "A": read["num_aux_hidden_states"],
+            "W": settings["draft_vocab_size"],
+            "D": settings["target_hidden_size"],
+            "A": settings["num_aux_hidden_states"],
         }
         sizes |= {
-            "fc_norm": read["fc_norm"],
-            "norm_before_fc": read["norm_before_fc"],
+            "fc_norm": settings["fc_norm"],
+            "norm_before_fc": settings["norm_before_fc"],
             "own_width": sizes["D"] != sizes["H"],
             "pruned": sizes["W"] != (target.vocab_size if target else sizes["V"]),
             "states_vocabulary": config.get("draft_vocab_size") is not None,
@@ -483,6 +489,7 @@ def _check_tensors(
 
     # Compare the shape of each parameter with that of its tensor. A missing tensor is fine if the
     # values come from the target, unless the target's tensor has another shape.
+    target_shape = (sizes["V"], sizes.get("D", sizes["H"]))
     slots = _list_slots_by_name(loader, result.settings, sizes)
     for name, slot in slots.items():
         shape = _compute_shape(slot, sizes)
@@ -495,7 +502,7 @@ def _check_tensors(
                 )
             elif slot.source == "target":
                 result.notes.append(f"it uses the target's {name} and ignores the one in the file")
-        elif slot.source == "shared" and shape != (sizes["V"], sizes.get("D", sizes["H"])):
+        elif slot.source == "shared" and shape != target_shape:
             unset_messages.append(
                 f"{name} {list(shape)} is not in the file, and the target's tensor has another"
                 " shape"
@@ -523,10 +530,11 @@ def _list_slots_by_name(
     """
     slots: dict[str, Slot] = {}
     for slot in loader.slots:
-        # `slot.when` names a switch that must be on, or with a leading "!" off, for the parameter
-        # to exist. Skip the parameter if it does not.
+        # Skip a parameter that does not exist. `slot.when` names a switch that must be on, or off
+        # if the name begins with "!", for the parameter to exist.
         switch = slot.when.removeprefix("!")
-        if switch and bool(sizes[switch]) == slot.when.startswith("!"):
+        must_be_on = not slot.when.startswith("!")
+        if switch and bool(sizes[switch]) != must_be_on:
             continue
 
         # A name with {i} stands for a parameter in each layer after the first, a name with {a} for

@@ -1,7 +1,7 @@
 """A running server whose answers are limited in time and size and checked for their form.
 
-Requests run in one event loop. There a deadline holds at every byte of an answer, and a request can
-be given up from another thread.
+Requests run in one event loop. There the deadline of an answer is checked at every byte, and a
+request can be cancelled from another thread.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from specdistill.common.documents import parse_json
 from specdistill.common.errors import ResourceError, UserError, join_lines
 
 CONNECT_SECONDS = 10.0  # how long a connection may take until the server counts as unreachable
-# The largest answer, decoded. The limit protects the memory against an address that is no such
-# server.
+# The largest answer, decoded. The limit protects the memory if another kind of server is at the
+# address.
 MAX_ANSWER_MIB = 64
 SHOWN_CHARACTERS = 200  # how much of an answer an error shows
 SEE_LOG_HINT = "look at the server's log"
@@ -78,7 +78,7 @@ A = TypeVar("A", bound=JsonAnswer)
 
 
 class Response(NamedTuple):
-    """An answer with its address and how long it took.
+    """A server's answer, with the address of the request and how long the answer took.
 
     Attributes:
         url: the address of the request.
@@ -218,8 +218,8 @@ class Server:
         Args:
             path: the path below the server's address.
             body: a JSON body to post. None sends a GET request.
-            hint: what the user can do if the HTTP status is not 200, which then raises an error.
-                Empty: responses with any status are returned.
+            hint: what the user can do if the HTTP status is not 200. With a hint, such a status is
+                raised as an error. With an empty one, responses with any status are returned.
 
         Raises:
             ResourceError: if no whole answer arrives in time; with a hint, also if the HTTP status
@@ -323,7 +323,7 @@ def _start_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-# A forked process needs a loop of its own: the thread of this one runs in the parent only.
+# A forked process needs a loop of its own: the thread of the parent's loop runs in the parent only.
 os.register_at_fork(after_in_child=_start_event_loop.cache_clear)
 
 

@@ -1,15 +1,15 @@
 """SGLang.
 
-It was read in the sources of 0.5.23: llama_eagle3.py, llama_eagle.py, llama.py,
+These facts were read in the sources of 0.5.23: llama_eagle3.py, llama_eagle.py, llama.py,
 spec_aux_hidden_state.py, eagle_worker_v2.py.
 
 - Auxiliary layers count one less than in this project. They are in `eagle_config`.
-- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for a bias of the
+- `fc` of EAGLE-1 always has a bias. `bias: true` in config.json is taken for a bias of the
   attention, too, so no file has it.
 - Unknown and missing tensors are no error.
 - `speculative_adaptive`, read in adaptive_spec_params.py, chooses K by the number of sequences at
-  once. Among the values of K that the slot for this number has, it chooses by the average of what
-  was accepted. `speculative_num_steps` must be one of the values.
+  once. The slot for this number lists values of K. Among these it chooses by the average number of
+  accepted tokens. `speculative_num_steps` must be one of the values.
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 - The page of counters counts verifications, tokens and requests that have ended, and no accepted
   tokens. Each verification of a request adds the tokens that it accepts and one more, and the
@@ -41,7 +41,7 @@ from specdistill.serving.engines.server import (
 from specdistill.serving.engines.vllm import build_sampling_parameters
 
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms with which SGLang can change K
-# Algorithms that draft whole blocks. The draft's config says how long a block is.
+# Algorithms that draft whole blocks. The draft's config.json says how long a block is.
 BLOCKS = ("DFLASH", "DSPARK")
 LENGTHS_FILE = "draft_lengths.json"  # the file with the K of each load, which the server reads
 
@@ -55,7 +55,7 @@ def build_sglang_options(served: Served) -> dict[str, object]:
         served: the target, the draft and the settings to serve them with.
     """
     # If K changes with the number of sequences at once (the load), the server starts with the
-    # largest K. Only a draft that is not a part of the target has a folder of its own.
+    # largest K. A draft in the target's checkpoint has no folder of its own.
     has_draft = served.method is not None
     changes_k = served.serving.name in ADAPTIVE and bool(served.lengths)
     k = served.most_tokens if changes_k else served.num_tokens
@@ -129,14 +129,14 @@ def format_slots(served: Served) -> str:
     """Return the JSON that tells SGLang which K to use at which load; empty if K does not change.
 
     The load is the number of sequences at once. `served.lengths` has pairs (load, K), where each K
-    holds from its load on. SGLang calls the entry for a load a slot. `build_sglang_options` has the
-    option `speculative_adaptive` if K changes.
+    holds from its load on. In SGLang, the entry for a load is called a slot.
 
     Args:
         served: the target, the draft and the settings to serve them with.
     """
-    slots = {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
-    return json.dumps(slots) if "speculative_adaptive" in build_sglang_options(served) else ""
+    slots = {str(load): {"candidate_steps": [k]} for load, k in served.lengths}
+    changes_k = "speculative_adaptive" in build_sglang_options(served)
+    return json.dumps(slots) if changes_k else ""
 
 
 def format_snippet(served: Served) -> str:
@@ -201,7 +201,7 @@ def describe_counter(*names: str) -> Any:
 class Generated(CompletionAnswer):
     """A completion of SGLang."""
 
-    # The counts are in `meta_info`. An answer without a number of drafts drafted nothing.
+    # The counts are in `meta_info`. If an answer has no number of drafts, nothing was drafted.
     text: str
     num_tokens: Positive = locate_field("meta_info", "completion_tokens")
     token_ids: list[Count] | None = locate_field("output_ids", default=None)
@@ -279,8 +279,8 @@ SGLANG = Engine(
             "num_requests_total",
             "spec_num_draft_tokens",
         ),
-        # Each verification reads K draft tokens and one more, and generates the accepted tokens and
-        # one more. The prefill of each request generates another token.
+        # Each verification reads K draft tokens and one more (`verified` is K + 1), and generates
+        # the accepted tokens and one more. The prefill of each request generates another token.
         drafted_by=lambda drafts, tokens, requests, verified: (
             drafts,
             drafts * (verified - 1),

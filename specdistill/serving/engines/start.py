@@ -25,7 +25,7 @@ HEALTH_SECONDS = 5.0  # the timeout of one request that asks whether the engine 
 START_SECONDS = 3600.0
 # The time from SIGTERM to SIGKILL, in which an engine may free GPU and shared memory.
 GRACE_SECONDS = 20.0
-# How much is shown of the log of an engine that failed.
+# How many lines of a failed engine's log are shown, and how many characters of the likely cause.
 SHOWN_LINES = 30
 SHOWN_CHARACTERS = 300
 # An exception in a log, with its message, as Python prints it.
@@ -71,7 +71,7 @@ def start_server(
     engine_command = [program, *command[1:], "--host", HOST, "--port", port]
     with log.open("wb") as output:
         guard = subprocess.Popen(
-            # -P keeps the folder of guard.py, with its module names, off the import path.
+            # -P keeps the folder of guard.py off the import path: its modules could hide others.
             [sys.executable, "-P", GUARD, str(GRACE_SECONDS), *engine_command],
             stdin=subprocess.PIPE,
             stdout=output,
@@ -81,8 +81,8 @@ def start_server(
         )
     address = f"http://{HOST}:{port}"
 
-    # Wait until the server answers, and lend it to the block. After Ctrl-C the guard ends the
-    # engine, and this process does not wait for it.
+    # Wait until the server answers, and pass its address to the block. After Ctrl-C the guard ends
+    # the engine, and this process does not wait for that.
     try:
         wait_until_ready(guard, address, log)
         yield address
@@ -132,8 +132,8 @@ def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
 
     Args:
         guard: the process of guard.py, which started the engine.
-        waits: whether to wait until the engine has ended, which may take GRACE_SECONDS, and then
-            end all processes that are left.
+        waits: whether to wait until the engine has ended, which may take GRACE_SECONDS. All
+            processes that are left are then ended.
     """
     # The guard ends the engine when its standard input closes.
     assert guard.stdin is not None

@@ -4,10 +4,10 @@ vLLM was read in the sources of 0.32 and 0.33: llama_eagle3.py, llama_eagle.py, 
 configs/speculators, gpu_model_runner.py.
 
 - Auxiliary layers count as in this project. They are in a top-level list. The older runner also
-  looks for that list in `eagle_config`, where SGLang counts one less. So no file has both lists,
-  and a file has neither where the layers are the default ones.
-- A true `bias` is taken for a bias of the attention, too. `fc` of EAGLE-1 has none.
-- A layer has a sliding window only by `layer_types`.
+  looks for that list in `eagle_config`, where SGLang counts one less. So no file has both lists. A
+  file for the default layers has neither.
+- `bias: true` is taken for a bias of the attention, too. `fc` of EAGLE-1 has no bias.
+- A layer has a sliding window only if `layer_types` says so.
 - A tensor with an unknown name is an error; a missing tensor is not.
 - Drafts are counted in each answer, if the request asks for it. They are counted before the
   completion is cut at its limit or at a stop token.
@@ -41,9 +41,9 @@ from specdistill.serving.engines.server import (
 DRAFTING = ("metrics", "speculative_decoding")  # the keys under which an answer has its counts
 # The environment variable that holds the lookup. All of vLLM's processes inherit it.
 LOOKUP_VARIABLE = "SPECDISTILL_LOOKUP_FIRST"
-LOOKUP_MARK = "specdistill looks up first:"  # in the log of a vLLM that looks up
+LOOKUP_MARK = "specdistill looks up first:"  # a line that vLLM's log has if it uses the lookup
 # Parameters that sample from the model's own distribution, by the names that vLLM and SGLang share;
-# -1 keeps all tokens. All of them are sent, because a server replaces missing ones by those of the
+# top_k -1 keeps all tokens. All of them are sent, because a server takes a missing one from the
 # model's generation_config.json. Greedy requests need them, too: a penalty would change the output.
 PLAIN_SAMPLING: Mapping[str, float] = {
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -62,7 +62,7 @@ def build_served_config(served: Served) -> dict[str, object]:
     #   Hub,
     # - sampled instead of greedy draft tokens (behind a lookup the draft must be greedy, because
     #   looked-up tokens have no probabilities),
-    # - a K for each number of sequences at once, next to the largest K.
+    # - a K for each number of sequences at once, in addition to the largest K.
     draft_folder = {} if served.in_target else {"model": str(served.output)}
     sampling = (
         {"draft_sample_method": "probabilistic"}
@@ -97,10 +97,11 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
     Args:
         lengths: pairs (number of sequences at once, K), where K holds from that number on.
     """
-    # The first range begins at 1, and each range ends just before the next one begins. The last one
-    # ends at the number of its pair; no range may end before 1, hence the `max`.
-    firsts = [1, *(size for size, _ in lengths[1:])]
-    lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
+    # The first range begins at 1, and each range ends just before the next one begins. The last
+    # range ends at the number of its pair, but not before 1.
+    firsts = [1, *(load for load, _ in lengths[1:])]
+    last_load, _ = lengths[-1]
+    lasts = [*(first - 1 for first in firsts[1:]), max(last_load, 1)]
     return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
 
 
@@ -118,8 +119,8 @@ def serve_arguments(served: Served) -> list[str]:
         if served.method is not None
         else []
     )
-    # A lookup in front of the draft is a plugin of this project. It must know the last token before
-    # it looks up the next ones, so vLLM cannot schedule asynchronously.
+    # A lookup in front of the draft is a plugin of this project. The plugin must know the last
+    # token before it looks up the next ones, so vLLM cannot schedule asynchronously.
     scheduling = ["--no-async-scheduling"] if drafting and served.lookup_first else []
     template = ["--chat-template", served.chat_template] if served.chat_template else []
     return [served.model, *revision, *gpus, *drafting, *scheduling, *template]
@@ -223,7 +224,7 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     Args:
         server: the server.
         counters: a reading of the server's /metrics. It has a counter of accepted tokens for each
-            of the K positions, so K is their number.
+            of the K positions, so K is the number of these counters.
     """
     served = server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
@@ -295,9 +296,9 @@ VLLM = Engine(
     counts_past_end=True,
     lookup=FrontLookup(
         note=(
-            "vLLM does so by a plugin: install specdistill where vLLM is (`pip install"
-            f" 'specdistill[vllm]'`), or it ignores `{LOOKUP_VARIABLE}`. When it looks up, its log"
-            f" says `{LOOKUP_MARK}`. Draft tokens are greedy."
+            "vLLM looks up tokens with a plugin: install specdistill where vLLM is (`pip install"
+            f" 'specdistill[vllm]'`), or vLLM ignores `{LOOKUP_VARIABLE}`. If the lookup is in use,"
+            f" vLLM's log says `{LOOKUP_MARK}`. Draft tokens are greedy."
         ),
         limit=lambda lookup, k: None if lookup.method == "ngram" else ("method", "ngram"),
         mark=LOOKUP_MARK,
