@@ -81,9 +81,9 @@ def generate_here(
 ) -> list[Completion]:
     """Continue each prompt greedily by `max_new_tokens` tokens, or up to a stop token.
 
-    The accepted tokens of the last round are counted as vLLM counts them: in full, although the
-    completion may end in the middle of that round. So decoding continues for up to K tokens after
-    the end, and these extra tokens are cut off.
+    Accepted tokens are counted, too. Those of the last round are counted as vLLM counts them: in
+    full, although the completion may end in the middle of that round. So decoding continues for up
+    to K tokens after the end, and these extra tokens are cut off.
 
     Args:
         target: the target; it ignores stop tokens (`ignore_stop_tokens`).
@@ -94,7 +94,7 @@ def generate_here(
         stop_ids: tokens that end a completion.
 
     Returns:
-        The completion of each prompt.
+        The completion of each prompt, with its counts.
 
     Raises:
         UserError: if the target's context has no room for K more tokens.
@@ -102,7 +102,7 @@ def generate_here(
     decoder = Decoder(target, proposer)
     completions = []
     for prompt_ids in prompts:
-        # Generate K tokens more than asked for, so that the last round is not cut off.
+        # Generate K tokens more than asked for, so that the last round is complete.
         generation = decoder.generate(
             prompt_ids,
             max_new_tokens=max_new_tokens + num_speculative_tokens,
@@ -145,5 +145,5 @@ def _find_end(token_ids: Sequence[int], stop_ids: Collection[int], limit: int) -
 
 
 def count_identical_completions(first: Sequence[Completion], second: Sequence[Completion]) -> int:
-    """Return the number of prompts that both continue by the same tokens."""
+    """Return for how many prompts both lists have the same completion."""
     return sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True))

@@ -145,7 +145,7 @@ class LaunchLedger(Ledger):
     Attributes:
         device: the type of device whose operations are counted.
         kernels: operations that write.
-        copies: blocking copies between host and device, and operations whose result has a shape
+        waits: blocking copies between host and device, and operations whose result has a shape
             that depends on data. The host waits for both.
         in_graph: whether a compiled graph runs, whose kernels are counted as a whole.
         compiles: whether torch is compiling; what it runs meanwhile does not count.
@@ -154,8 +154,10 @@ class LaunchLedger(Ledger):
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
         self.device = device
-        self.kernels = self.copies = 0
-        self.in_graph = self.compiles = False
+        self.kernels = 0
+        self.waits = 0
+        self.in_graph = False
+        self.compiles = False
 
         # While torch compiles, it runs the operations itself. They must not be counted.
         callback.on_compile_start(lambda _: vars(self).update(compiles=True))
@@ -163,8 +165,8 @@ class LaunchLedger(Ledger):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that torch.compile compiles within this mode, as it does without it."""
-        # With torch's default, False, torch.compile compiles nothing within this mode.
+        """Return True, so that torch.compile also compiles while this mode is active."""
+        # With torch's default, False, torch.compile compiles nothing while a mode is active.
         return True
 
     def __torch_dispatch__(
@@ -190,7 +192,7 @@ class LaunchLedger(Ledger):
             # the host would wait. Count that, and go on as if the whole mask were true.
             if func.overloadpacket is not aten.index:
                 raise
-            self.copies += 1
+            self.waits += 1
             indices = expand_masks(cast(Sequence[Tensor | None], args[1]))
             result = super().__torch_dispatch__(func, types, (args[0], indices), kwargs)
 
@@ -210,15 +212,15 @@ class LaunchLedger(Ledger):
         is_copy = operation in COPY_OPERATIONS and device_types == {"cpu", "cuda"}
         blocks = is_copy and not (kwargs or {}).get("non_blocking")
         if blocks or (operation in WAITING_OPERATIONS and on_device):
-            self.copies += 1
+            self.waits += 1
         return result
 
     def compile_graph(self, module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
         """Return a function that runs a graph and counts its kernels; a torch.compile backend.
 
-        The function runs the operations one by one, without compiling them. It adds the number of
-        fused kernels that Inductor would make, and their traffic. Matrix products and attention
-        are counted by `__torch_dispatch__` while they run.
+        The function runs the operations one by one, without compiling them. It adds to the counts
+        of this ledger the kernels that Inductor would make after fusion, and their traffic. Matrix
+        products and attention are counted by `__torch_dispatch__` while they run.
 
         Args:
             module: the traced graph.
@@ -256,7 +258,7 @@ class LaunchLedger(Ledger):
                 traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
 
         def call(*graph_inputs: Tensor) -> object:
-            """Run the graph, and count its kernels and traffic as those of one call."""
+            """Run the graph once, and add its kernels and traffic to the counts."""
             # While `in_graph` is set, `__torch_dispatch__` does not count these operations again.
             self.kernels += len(kernels)
             self.traffic += traffic
@@ -409,8 +411,8 @@ def count_step_with_gradients(head: PlannedDraft, *, compiled: bool) -> dict[str
     ledger = LaunchLedger("cpu")
     options: dict[str, Callable[[nn.Module], None]] = {}
     if compiled:
-        # `ledger.compile` compiles a target and a head. The target's features are given here, so
-        # a stand-in whose `compile` does nothing takes its place.
+        # `ledger.compile` compiles a target and a head. Here no target runs, because its features
+        # are given. So the target is a stand-in, whose `compile` does nothing.
         target = SimpleNamespace(compile=lambda **options: None)
         options["prepare"] = partial(ledger.compile, target)
     count_training_step(
@@ -435,13 +437,13 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
         }
 
         # Attend within documents by their lengths, as a GPU does with varlen attention. A real
-        # target finds this way by comparing outputs. Without content there is nothing to compare,
-        # so the way is set here.
+        # target chooses between ways to attend by comparing their outputs. Without content there
+        # is nothing to compare, so the way is set here.
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
-        # Only the target is compiled. The stand-in for an objective has no layers, and in place of
-        # a loss any function, which is never called.
+        # Only the target is compiled. So the objective is a stand-in without layers. Its loss is
+        # never called, so any function will do, such as `len`.
         ledger.compile(target, SimpleNamespace(layers=(), compute_row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
             run_target_pass(target, check_aux_layers(None, target.num_layers), batch)
@@ -461,7 +463,7 @@ def format_counts(ledger: LaunchLedger) -> dict[str, float]:
         "kernels": ledger.kernels,
         "traffic_gb": round(ledger.traffic / 1e9, 1),
         "tflop": round(ledger.flops / 1e12, 2),
-        "waits": ledger.copies,
+        "waits": ledger.waits,
     }
 
 
@@ -484,7 +486,7 @@ def build_parts(
     }
 
     # Set how the target reads packed rows and attends on a GPU. A real target finds this out by
-    # comparing outputs, and tensors without content have none.
+    # comparing outputs. Tensors without content have no values to compare.
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
 
@@ -589,8 +591,8 @@ class Decoding:
         Returns:
             The best next token [1, 1], and the hidden state at the last position [1, 1, H].
         """
-        # The best token is an index into the draft's vocabulary of W tokens; `target_ids_W` has the
-        # id of each of them in the target's vocabulary.
+        # `argmax` gives the best token as an index into the draft's vocabulary of W tokens.
+        # `target_ids_W` has the id of each of these tokens in the target's vocabulary.
         rotary = self.cache.begin_chain([ids_1T.shape[1]])
         normed_1TH, hidden_1TH = self.head(ids_1T, hidden_1TH, rotary, self.cache)
         draft_ids_11 = self.head.logits(normed_1TH[:, -1:]).argmax(-1)

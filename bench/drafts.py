@@ -40,18 +40,19 @@ HEAD = (
 )
 
 
-def run_specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
+def run_specdistill(verb: str, *arguments: str, accepts_failed_gate: bool = False) -> int:
     """Run a command of the package in a process of its own.
 
-    This process ends with the command's exit code if that is not 0.
+    If the command fails, this process ends with the same exit code.
 
     Args:
-        verb: the command.
+        verb: the command, such as `eval`.
         *arguments: its arguments.
-        failing: whether a gate may fail or be inconclusive without ending this process.
+        accepts_failed_gate: whether to return if the command's gate fails or is inconclusive,
+            instead of ending this process.
 
     Returns:
-        The exit code: 0, or that of the gate.
+        The exit code of the command.
     """
     # Show the command, as a user would type it, before its own output.
     print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
@@ -59,8 +60,9 @@ def run_specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
         [sys.executable, "-m", "specdistill", verb, *arguments], check=False
     ).returncode
 
-    # A gate that fails or is inconclusive is a result. Any other error ends this process, too.
-    is_verdict = failing and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)
+    # The verdict of a gate, failed or inconclusive, may be a result. Any other error ends this
+    # process.
+    is_verdict = accepts_failed_gate and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)
     if code and not is_verdict:
         sys.exit(code)
     return code
@@ -155,7 +157,7 @@ def _format_line(candidate: Entry) -> list[str]:
 def describe_method(report: Report) -> str:
     """Return the method of a report's draft, such as `eagle3`.
 
-    If a lookup proposes before the draft does, its method comes first: `ngram+eagle3`.
+    If a lookup proposes before the draft does, the lookup's method comes first: `ngram+eagle3`.
     """
     lookup = report["settings"].get("drafting", {}).get("lookup_first")
     method = str(report["draft"]["method"])
@@ -170,20 +172,20 @@ def reports_by_name(comparison: Comparison) -> dict[str, Report]:
 def describe_shape(report: Report) -> str:
     """Return a sentence that says how a draft was used, for the text below a table.
 
-    It describes the tree, or the lookup that proposes before the draft does. The text is empty for
-    a draft that proposes a chain without a lookup.
+    The sentence describes the tree, or the lookup that proposes before the draft does. It is empty
+    for a draft that proposes a chain without a lookup.
     """
     method = describe_method(report)
     settings = report["settings"]
 
-    # With a lookup in front, a round takes what the lookup finds. If it finds nothing, the draft
-    # proposes a tree or a chain of its own.
+    # With a lookup in front, a round takes what the lookup finds. If the lookup finds nothing, the
+    # draft proposes a tree or a chain.
     lookup = settings.get("drafting", {}).get("lookup_first")
     if lookup:
-        own_shape = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
+        shape = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
         return (
             f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last"
-            f" {lookup['min']} or more occurred before; elsewhere its draft proposes a {own_shape}."
+            f" {lookup['min']} or more occurred before; elsewhere its draft proposes a {shape}."
         )
     if settings["tree"]:
         return f"`{method}` proposes a {describe_tree(settings['tree'])}; K is the tree's depth."

@@ -46,7 +46,8 @@ def is_set_up(name: str) -> bool:
 def run(*command: str | Path) -> str:
     """Run a program of an engine, and return its output.
 
-    The process gets an environment of its own, without the packages of this Python.
+    The program does not see the packages of this Python, because the variables that point to them
+    are removed from its environment.
 
     Returns:
         The output: stdout, then stderr.
@@ -77,7 +78,7 @@ def install_plugin(folder: Path) -> str:
     vLLM then imports specdistill from the checkout, and finds its plugin by the package metadata.
 
     Args:
-        folder: the folder in which the metadata is written that pip would write.
+        folder: the folder for the metadata, which pip would write for an installed package.
     """
     # Write the metadata of an installed package, so that vLLM finds the plugin by its entry point.
     information = folder / f"specdistill-{__version__}.dist-info"
@@ -109,7 +110,8 @@ def convert(
 ) -> Path:
     """Convert a checkpoint to a GGUF file with llama.cpp's own converter.
 
-    The converter runs in the Python environment of vLLM, which has the packages that it imports.
+    The converter runs in the Python environment of vLLM, which has the packages that the converter
+    imports.
 
     Args:
         checkpoint: the folder to convert.

@@ -68,9 +68,9 @@ class Drafts:
 
     Attributes:
         name: what the drafts are, for captions.
-        before_PA: [P, A], the earlier draft's: entry [p, a] is the number of rounds of prompt p
-            that accepted a tokens.
-        after_PA: [P, A], the later draft's.
+        before_PA: [P, A], the rounds of the earlier draft: entry [p, a] is the number of rounds of
+            prompt p that accepted a tokens.
+        after_PA: [P, A], the rounds of the later draft, counted in the same way.
         metric: the metric that the rule compares.
     """
 
@@ -138,8 +138,8 @@ class Timings:
             The sums of each drawn prompt, of the second and of the first measurement. The gate
             computes the speedup from them.
         """
-        # The two measurements of the same draft differ a little. Scaling by the ratio of their
-        # speedups makes them equal before the change is applied.
+        # The two measurements of the same draft differ a little. The ratio of their speedups,
+        # `drift`, corrects for that before the change is applied.
         drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
@@ -149,9 +149,10 @@ class Timings:
 
 
 def main() -> ExitCode:
-    """Simulate releases drawn from all measurements; write the picture and tables of docs/gate.md.
+    """Simulate how often releases pass their gate; write the picture and tables of docs/gate.md.
 
-    A population is a set of measured prompts, from which simulated releases are drawn.
+    A population is a set of measured prompts. A simulated release draws its prompts from one
+    population.
     """
     # Only rules that compare with an earlier report are simulated.
     rules = {rule.metric: rule for rule in load_gate(GATE) if rule.requirement == "max_regression"}
@@ -203,7 +204,7 @@ def simulate_releases(
         change: the true relative change of the rule's metric, e.g. -0.05 for 5 % worse.
         num_prompts: prompts of a release.
         trials: the number of simulated releases.
-        seed: seeds the draws, together with the number of prompts.
+        seed: the seed of the draws. The number of prompts is part of the seed, too.
     """
     # Decide on each simulated release with the code of the gate, and count the verdicts.
     generator = np.random.default_rng([seed, num_prompts])
@@ -220,8 +221,8 @@ def simulate_releases(
 
 def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """Return the chances of each verdict, for each number of prompts and each true change."""
-    # The table shows two of the changes: none, and a drop by the threshold of the rule. These are
-    # simulated more often, for more precise chances.
+    # The table shows two of the changes: no change, and a drop by the threshold of the rule. These
+    # two are simulated more often, for more precise chances.
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = dict.fromkeys(CHANGES, NUM_TRIALS)
     for change in (0.0, -float(rule.threshold)):
@@ -248,8 +249,8 @@ def shift_rounds(
     """Make a draft better or worse: let some rounds of the drawn prompts accept one token more.
 
     If `wanted_change` is negative, they accept one token less. Every round that can change does so
-    with the same probability. It is chosen so that the mean number of accepted tokens per round,
-    over all P prompts, would change by `wanted_change`.
+    with the same probability. This probability is chosen so that the mean number of accepted tokens
+    per round, over all P prompts, would change by `wanted_change`.
 
     Args:
         rounds_PA: [P, A], counts of rounds: entry [p, a] is the number of rounds of prompt p that
@@ -281,9 +282,10 @@ def shift_rounds(
 def draw(
     populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]
 ) -> None:
-    """Draw the picture of docs/gate.md: the chance to pass over the true change of a draft.
+    """Draw the picture of docs/gate.md: the chance to pass, plotted against the true change.
 
-    It has a panel for each population of measured prompts, with a curve for each number of prompts.
+    The picture has a panel for each population of measured prompts, with a curve for each number of
+    prompts.
     """
     # Text stays text in the SVG, and the fixed salt makes the file reproducible.
     matplotlib.rcParams.update(

@@ -59,7 +59,7 @@ PartResult = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the plan.
+    """A part of the benchmark.
 
     Attributes:
         measures: what it measures, in words.
@@ -220,10 +220,10 @@ def run_part(name: str, limit_s: float, options: Options) -> PartResult:
 
     Args:
         name: the name of the part.
-        limit_s: its time limit in seconds; the part is not started if it is 0 or less.
+        limit_s: its time limit in seconds; with 0 or less, the part is not started.
         options: the options of this script.
     """
-    # In the short form the time may be over before the last parts start.
+    # In the short form, no time may be left for the last parts.
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if limit_s <= 0:
         return {

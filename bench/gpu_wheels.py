@@ -262,8 +262,10 @@ def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
         except PackageNotFoundError:
             installed_version = None
         yield name, requirement, installed_version
+
+        # Only an installed package says what it requires in turn.
         if installed_version is not None and name not in LARGE_PACKAGES:
-            # Extras, such as fsspec's `http`, have requirements of their own.
+            # Extras, such as fsspec's `http`, have further requirements.
             pending += [
                 (Requirement(text), ("", *requirement.extras)) for text in requires(name) or []
             ]

@@ -33,7 +33,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.json"
 
-# Imported once, before the first fork.
+# The libraries that are imported once, before the first fork.
 LIBRARIES = (
     "torch",
     "transformers",
@@ -73,7 +73,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         mutant: the mutation.
-        caught_by: the first test that failed, or what pytest could not collect; None if all passed.
+        caught_by: the first test that failed, or a module that pytest could not collect; None if
+            all passed, or if the child process ended early.
         seconds: how long the tests took.
         exit_code: of the child process; 0 if it ended as it should.
     """

@@ -223,7 +223,7 @@ def compute_needs(name: str) -> RecipeNeeds:
         TARGET_ITEMSIZE,
         runs_layers=not settings["is_stored"],
     )
-    # With stored hidden states no step runs the target's layers, so no GPU holds them.
+    # With stored hidden states, no step runs the target's layers. So no GPU holds these layers.
     if settings["is_stored"]:
         memory["target"] -= count_layer_bytes(target)
 

@@ -89,8 +89,8 @@ class TimedDecoder(Decoder):
     def _get_reader(self, *arguments: Any) -> Any:
         """Return the object that runs the target's passes, with its method `read` timed.
 
-        It is a stand-in for the reader of the base class, with the three methods that decoding
-        calls. Only `read` is timed, because it runs the target in each round.
+        The object is a stand-in for the reader of the base class, with the three methods that
+        decoding calls. Only `read` is timed, because it runs the target in each round.
         """
         reader = super()._get_reader(*arguments)
         return SimpleNamespace(
@@ -99,6 +99,7 @@ class TimedDecoder(Decoder):
 
     def _run_round(self, *arguments: Any) -> Any:
         """Run a round, and record the seconds of its parts and of the remaining work."""
+        # The timed methods write their seconds to `spent` while the round runs.
         self.spent = {}
 
         # The rest of a round is its time minus the time of its timed parts.
@@ -177,22 +178,22 @@ def compute_median_ms(rounds: Rounds, part: str) -> float:
 def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
     """Return a table with the median milliseconds of each part of a round.
 
-    It has a column for each decoder. For the first decoder it also has the share that each part
-    takes of the whole round.
+    The table has a column for each decoder. For the first decoder, another column has the share of
+    the whole round that each part takes.
 
     Args:
         by_decoder: the timed rounds of each decoder, by the name of its column.
     """
-    first, *remaining_decoders = by_decoder
-    round_ms = compute_median_ms(by_decoder[first], "round")
+    first_decoder, *remaining_decoders = by_decoder
+    round_ms = compute_median_ms(by_decoder[first_decoder], "round")
     rows = []
     for part, name in PARTS.items():
-        part_ms = compute_median_ms(by_decoder[first], part)
+        part_ms = compute_median_ms(by_decoder[first_decoder], part)
         cells = [name, f"{part_ms:.2f}", f"{part_ms / round_ms:.0%}"]
         for decoder in remaining_decoders:
             cells.append(f"{compute_median_ms(by_decoder[decoder], part):.2f}")
         rows.append(cells)
-    return format_table(("ms of a round", first, "share", *remaining_decoders), rows)
+    return format_table(("ms of a round", first_decoder, "share", *remaining_decoders), rows)
 
 
 def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:

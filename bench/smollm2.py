@@ -84,8 +84,8 @@ DOCSTRING_LENGTHS = range(40, 500)
 # One prompt in 4 is for choosing K and the shape; 9 of these are used.
 CHOICE_SHARE = 4
 CHOICE_PROMPTS = 9
-# Speedups from this share of the best one count as equal, because so few prompts cannot tell them
-# apart.
+# Speedups of at least this share of the best one count as equal, because so few prompts cannot tell
+# them apart.
 EQUAL_SPEED_SHARE = 0.98
 CHAINS = (2, 3)  # draft tokens behind a lookup
 # Prompts that the gate judges. With 36, twelve of each suite, a speedup is uncertain by a sixth.
@@ -137,8 +137,8 @@ class Source:
     """A file of prompts.
 
     Attributes:
-        url: where it is published.
-        sha256: the hash of its content, wherever the content comes from.
+        url: the address where the file is published.
+        sha256: the hash of its content, which a local copy must have, too.
     """
 
     url: str
@@ -204,9 +204,10 @@ def main(options: Options) -> ExitCode:
 
     # List the shapes to try: first for the draft alone, a chain and trees.
     alone = [draft_chain, *(Shape(tree["depth"], tree) for tree in TREES)]
-    # Then for the draft behind the lookup: chains and trees. The lookup proposes many tokens at a
-    # time when an answer copies its prompt. So the largest K may be too slow for the lookup alone,
-    # and still be the fastest if the draft takes over where the lookup finds nothing.
+    # Then for the draft behind the lookup: chains and trees. With chains, two K are tried for the
+    # lookup: the best K of the lookup alone, and the largest K. When an answer copies its prompt,
+    # the lookup proposes many tokens at a time. So the largest K may be too slow for the lookup
+    # alone, and still be the fastest if the draft takes over where the lookup finds nothing.
     pairs = set()
     for lookup_tokens in (lookup.k, largest.k):
         for draft_tokens in CHAINS:
@@ -244,7 +245,7 @@ def build_small_keys(recipe: str) -> list[str]:
     Args:
         recipe: the name of a recipe in recipes/smollm2.
     """
-    # For sources named `self` the target writes the prompts, too. Two for each source are enough.
+    # For a source named `self`, the target writes the prompts, too. Two prompts are enough.
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
     small_sources = [
         {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
@@ -323,8 +324,8 @@ def fetch_target() -> None:
 def fetch(path: Path, source: Source) -> bytes:
     """Write a file of prompts to `path`, and return its content.
 
-    The content is that of `path`, if the file exists with the right hash. Otherwise it is copied
-    from the local test data or, if these lack it, downloaded.
+    If the file exists with the right hash, nothing is written. Otherwise the content is copied from
+    the local test data or, if these lack it, downloaded.
 
     Args:
         path: the file.
@@ -489,7 +490,7 @@ def build_phases(eval_config: EvalConfig, target: TargetConfig) -> dict[str, Pha
 def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> Comparison:
     """Run `specdistill compare` with its output in a folder.
 
-    It is not run if the folder already holds the same comparison.
+    The command is not run if the folder already holds the same comparison.
 
     Args:
         folder: the folder.
@@ -516,7 +517,7 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> 
     # A draft that was trained again must be measured again. Lookups have no weights, so only
     # trained drafts are checked for a change.
     trained_drafts = {draft for draft, _ in shapes if draft not in METHODS}
-    run_once(folder, trained_drafts, "compare", arguments)
+    compare_once(folder, trained_drafts, arguments)
     comparison: Comparison = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     return comparison
 
@@ -526,7 +527,7 @@ def select_shape(
 ) -> Shape:
     """Choose the best of a group of shapes by their measurements.
 
-    It is the one with the longest acceptance length, among the shapes that are about as fast as the
+    The best shape has the longest acceptance length, among the shapes that are about as fast as the
     fastest one.
 
     Args:
@@ -534,8 +535,8 @@ def select_shape(
         tried_shapes: all shapes that were measured.
         rows: the results of each shape in `tried_shapes`, from its report.
     """
-    # Shapes within 2 % of the best speedup count as equally fast. Among these the acceptance length
-    # decides, because greedy decoding gives the same one in each run, unlike time.
+    # Shapes within 2 % of the best speedup count as equally fast. Among these, the acceptance
+    # length decides: with greedy decoding it is the same in each run, while times vary.
     rows_of_group = [
         (row, shape) for row, shape in zip(rows, tried_shapes, strict=True) if shape in group
     ]
@@ -577,35 +578,35 @@ def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
             f"eval.num_prompts={NUM_GATE_PROMPTS}",
             *eval_keys,
             *drafting,
-            failing=True,
+            accepts_failed_gate=True,
         )
     )
 
 
-def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
-    """Run a measurement, unless the folder already holds the same one.
+def compare_once(folder: Path, drafts: Collection[str], arguments: list[str]) -> None:
+    """Run `specdistill compare`, unless the folder already holds the same comparison.
 
-    A measurement is the same if its arguments and the weights of the drafts are the same.
+    A comparison is the same if its arguments and the weights of the drafts are the same.
 
     Args:
-        folder: the folder of the measurement.
+        folder: the folder of the comparison.
         drafts: the folders of the trained drafts.
-        verb: the command of specdistill, such as `compare`.
-        arguments: its arguments.
+        arguments: the arguments of `specdistill compare`.
     """
-    # The file asked.json records the last measurement: its arguments, and the drafts' hashes.
+    # The file asked.json records the last comparison: its arguments, and the drafts' hashes.
     hashes = [draft_hash(Path(draft)) for draft in sorted(drafts)]
     request = json.dumps([arguments, hashes], indent=1)
     record = folder / "asked.json"
     if not record.is_file() or record.read_text(encoding="utf-8") != request:
-        run_specdistill(verb, *arguments, failing=verb == "eval")
+        run_specdistill("compare", *arguments)
         record.write_text(request, encoding="utf-8")
 
 
 def select_fastest_k(report: Report) -> int:
     """Return the K with the greatest speedup, as a report predicts it for each K.
 
-    It is 1 if the report has no such predictions. K = 0 is plain decoding, and is left out.
+    The result is 1 if the report has no such predictions. K = 0 means plain decoding, and is left
+    out.
     """
     points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
     return int(max(points, key=itemgetter("predicted_speedup"))["k"]) if points else 1

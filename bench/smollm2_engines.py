@@ -57,8 +57,8 @@ OUTPUT = FOLDER / "engines"
 # an x86 CPU.
 OPENMP = find_environment("vllm") / "lib" / "libiomp5.so"
 PROGRAM = find_environment("vllm") / "bin" / "vllm"
-# The length of the n-grams that llama.cpp's lookup compares, neither more nor fewer tokens. As many
-# tokens have to follow.
+# The length of the n-grams that llama.cpp's lookup compares: exactly this many tokens. As many
+# tokens have to follow the n-gram.
 LLAMA_CPP_NGRAM_LENGTH = 3
 HEAD = (
     "draft",
@@ -97,7 +97,7 @@ class Draft:
         folder: its folder.
         method: its method.
         k: K, draft tokens per round.
-        lookup: the lookup in front of it; None for no lookup.
+        lookup: the lookup in front of the draft; None for no lookup.
     """
 
     folder: Path
@@ -141,8 +141,9 @@ def main(options: Options) -> None:
         f"env LD_PRELOAD={OPENMP} PYTHONPATH={python_path} {PROGRAM} serve {options.vllm_options}"
     )
 
-    # In a round with a stop token, vLLM also counts accepted tokens after it, and llama.cpp does
-    # not. So our decoder uses two targets: one that stops there, and one without stop tokens.
+    # In a round with a stop token, vLLM also counts the accepted tokens after the stop token, and
+    # llama.cpp does not. So our decoder uses two targets: one that stops at stop tokens, and one
+    # without stop tokens.
     target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
     endless_target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
     ignore_stop_tokens(endless_target)
@@ -196,7 +197,7 @@ def measure_in_llama_cpp(
     try:
         draft_file = export_gguf(draft, OUTPUT / draft.folder.parent.name / "gguf")
     except UserError as error:
-        # An error about another key is not about what llama.cpp can load.
+        # Only an error about the key `engine` says that llama.cpp cannot load the draft.
         if error.key != "engine":
             raise
         return {"draft": draft.name, "engine": "llama.cpp", "refused": str(error)}
@@ -216,8 +217,8 @@ def measure_in_llama_cpp(
 def load_compared_drafts() -> list[Draft]:
     """Return the trained drafts that `make smollm2` compared and that engines can serve.
 
-    Engines serve chains, alone or behind a lookup. A draft that was compared with a tree, without a
-    lookup, is returned, too: it then drafts a chain.
+    Engines serve chains, alone or behind a lookup. A draft that proposed a tree in the comparison,
+    without a lookup, is returned, too: in an engine it drafts a chain.
 
     Raises:
         UserError: if `make smollm2` has not been run.
@@ -237,8 +238,8 @@ def load_compared_drafts() -> list[Draft]:
     for report in reports_by_name(comparison).values():
         settings = report["settings"]
         lookup_keys = settings.get("drafting", {}).get("lookup_first")
-        is_tree = lookup_keys and lookup_keys.get("draft_tree")
-        if report["draft"]["model"] and not is_tree:
+        has_tree_behind_lookup = lookup_keys and lookup_keys.get("draft_tree")
+        if report["draft"]["model"] and not has_tree_behind_lookup:
             folder = Path(report["draft"]["model"])
             lookup = LookupFirstConfig(**lookup_keys) if lookup_keys else None
             method = find_method(folder, key="drafts")
@@ -280,7 +281,7 @@ def measure_in_engine(
         "eval.repeats=1",
         *lookup,
         *engine_keys,
-        failing=True,
+        accepts_failed_gate=True,
     )
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     version = report["engine"]["version"]

@@ -175,8 +175,8 @@ def main(options: Options) -> ExitCode:
 def count_steps(name: str, minutes: float) -> int:
     """Return how many training steps of a recipe take this many minutes of processor time.
 
-    SECONDS has the time of one step. The number is rounded to a multiple of STEP_MULTIPLE, and is
-    at least STEP_MULTIPLE.
+    SECONDS has the time of one step. The number of steps is rounded to a multiple of STEP_MULTIPLE,
+    and is at least STEP_MULTIPLE.
     """
     multiples = round(minutes * 60 / SECONDS[name] / STEP_MULTIPLE)
     return max(1, multiples) * STEP_MULTIPLE
@@ -210,9 +210,9 @@ def train_recipes(
 def build_keys(name: str, options: Options) -> list[str]:
     """Return the arguments of `specdistill train` for a recipe, the same settings for each method.
 
-    Hidden states are computed in every step. Reading them from disk would save work for the methods
-    that can, and make their minutes incomparable. A head is unrolled for K steps, because it drafts
-    K tokens per round.
+    Hidden states are computed in every step. Only some methods can read them from disk instead.
+    That would save these methods work, so that minutes of training could not be compared. A head is
+    unrolled for K steps, because it drafts K tokens per round.
     """
     # Set only keys that the recipe has: methods differ in their sections.
     recipe: Any = load_recipe(Recipe, [f"recipe=smollm2/{name}"])
@@ -312,7 +312,7 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
 
 def describe_measurement(measured: Measured) -> str:
     """Return a sentence that says on what and how the numbers in the tables were measured."""
-    # The sentence has the number of prompts and the threads, which it takes from the first report.
+    # The first report has the number of prompts and the threads, which the sentence names.
     reports_of_first_way, *_ = measured.values()
     report, *_ = reports_of_first_way.values()
     return format_caption(
@@ -339,8 +339,8 @@ def format_methods_table(measured: Measured) -> str:
     if has_batches:
         head.append("speedup, T = 0, compute-bound (computed)")
 
-    # A line for each draft that was measured in the first way. Other ways may lack some drafts,
-    # whose cells then stay empty.
+    # A line for each draft that was measured in the first way. If a draft was not measured in
+    # another way, its cells for that way have the sign for a missing number.
     lines = []
     for name, report in measured[single_request_ways[0]].items():
         rows: dict[str, ResultRow] = {}
@@ -363,19 +363,20 @@ def compute_bound_speedup(row: ResultRow) -> float:
     """Compute the speedup on a machine that is limited by arithmetic, as in large batches.
 
     There the time of a target pass is proportional to its tokens. Drafting counts as free. So the
-    speedup is the number of generated tokens divided by the number of tokens in target passes. It
+    speedup is the number of generated tokens divided by the number of tokens in target passes. This
     is below 1 if draft tokens are rejected.
     """
     # The target's pass of a round reads the draft tokens, and one token that precedes them.
-    verified = row["num_rounds"] + row["num_draft_tokens"]
-    return float(row["mean_acceptance_length"] * row["num_rounds"] / verified)
+    num_read_tokens = row["num_rounds"] + row["num_draft_tokens"]
+    num_generated_tokens = row["mean_acceptance_length"] * row["num_rounds"]
+    return float(num_generated_tokens / num_read_tokens)
 
 
 def format_length(row: ResultRow) -> str:
     """Format the acceptance length of a row with its confidence interval, for a table.
 
-    A row is empty if the draft was not measured in this way. It gives the sign for a missing
-    number.
+    The row is empty if the draft was not measured in this way. An empty row gives the sign for a
+    missing number.
     """
     interval = format_bracketed_interval(row, "mean_acceptance_length") if row else ""
     return f"{format_number(row.get('mean_acceptance_length'))}{interval}"

@@ -52,9 +52,9 @@ from specdistill.targets.frozen import FrozenTarget
 DEVICE = torch.device("cpu")
 RESULTS = Path(__file__).with_name("results") / "train.json"
 PAGE = ROOT / "docs" / "performance.md"
-# The trainers that ours is compared with: the name in tables, the name in bench/trainers.py, and
-# settings of its own. The default attention of speculators, flex_attention, has no backward on a
-# CPU.
+# The trainers that ours is compared with. For each trainer: its name in tables, its name in
+# bench/trainers.py, and settings of its own. The default attention of speculators, flex_attention,
+# has no backward on a CPU.
 OTHER_TRAINERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "plain": ("plain form", "ours", {"plainly": True}),
     "sdpa": ("speculators, sdpa", "speculators", {"attention": "sdpa"}),
@@ -113,9 +113,10 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Compare training steps with other trainers: of an EAGLE-3 head, a block drafter, a loss.
+    """Compare training steps of our trainer with those of other trainers.
 
-    Then write the results as JSON, and their tables in docs/performance.md.
+    The steps are those of an EAGLE-3 head, of a block drafter, and of LM head and loss alone. Then
+    write the results as JSON, and their tables in docs/performance.md.
     """
     results: dict[str, Measurement] = {}
 
@@ -311,12 +312,12 @@ def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subpr
     Raises:
         UserError: if the trainer needs speculators, which is not set up.
     """
-    # Choose the Python. That of speculators does not see this checkout.
+    # Choose the Python. The Python of speculators does not see this checkout (PYTHONPATH).
     python = Path(sys.executable)
-    path = str(ROOT)
+    python_path = str(ROOT)
     if "speculators" in name:
         python = find_environment("speculators") / "bin" / "python"
-        path = ""
+        python_path = ""
         if not python.exists():
             raise UserError(
                 "others",
@@ -330,7 +331,7 @@ def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subpr
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path,
     }
 
     # The trainer takes a step for each line on its stdin.
@@ -368,7 +369,7 @@ def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
 
 
 def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, object]:
-    """Summarize the steps of all trainers, and compare our trainer with each other one.
+    """Summarize the steps of all trainers, and compare our trainer with each of the others.
 
     The peak memory is taken from the first step. Later steps reuse memory that the process has not
     given back, so their peaks would be too small.
@@ -449,7 +450,7 @@ def format_page(results: Mapping[str, Measurement]) -> str:
 def describe_setup(measurement: Measurement) -> str:
     """Return a phrase that says what a training step consists of.
 
-    It describes the blocks of a block drafter, or the unroll of a head.
+    The phrase describes the blocks of a block drafter, or the unroll of a head.
     """
     if "num_anchors" in measurement:
         return (
@@ -460,7 +461,7 @@ def describe_setup(measurement: Measurement) -> str:
 
 
 def list_step_rows(measurement: Measurement, layout: str) -> Iterator[tuple[str, ...]]:
-    """Yield the table row of each trainer: its speed, times and memory, and ours relative to it.
+    """Yield the table row of each trainer: speed, times and memory, and how ours compares.
 
     Args:
         measurement: the summary of the trainers' steps.

@@ -57,7 +57,7 @@ class Trainer:
     Attributes:
         micro_batches: the forward passes of a step, whose gradients accumulate.
         parameters: the trained parameters.
-        optimizer: the optimizer; None only clears the gradients.
+        optimizer: the optimizer; with None, a step only clears the gradients.
     """
 
     micro_batches: Sequence[MicroBatch]
@@ -86,7 +86,8 @@ class Trainer:
             times[part] += now - last
             last = now
 
-        # Run the micro-batches. Each counts by its share, so the step's loss is their mean.
+        # Run the micro-batches. All have the same weight, so the loss of the step is the mean of
+        # their losses.
         for micro_batch in self.micro_batches:
             loss, compared_loss = micro_batch()
             add_time("forward")
@@ -329,8 +330,8 @@ def build_own_block_trainer(
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
-    # Replace the optimized attention and loss in the modules by their plain forms. Attention gets
-    # one chunk, from the first to the last block, which sees the whole batch. The loss computes all
+    # Replace the optimized attention and loss in the modules by their plain forms. Attention runs
+    # in a single chunk with all blocks, which sees all tokens of the batch. The loss computes all
     # logits at once.
     if plainly:
         objective.split_blocks = lambda batch, anchors_N, _: [
@@ -341,8 +342,8 @@ def build_own_block_trainer(
             compute_head_loss_at_once(*rows_and_targets, **options)
         )
 
-    # Build the objective. It draws the anchors of each row separately, so it gets the number of
-    # blocks of one row.
+    # Build the objective. It draws the anchors of each row separately. So its last argument is the
+    # number of blocks of one row.
     target, batch = build_target_with_features(
         folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16
     )
@@ -374,8 +375,9 @@ class DenseKVCache:
     ) -> Tensor:
         """Return the attention output [B, N, T, d] of one step of the unroll.
 
-        It attends to the keys of this step and of all steps before. B is the number of rows, T
-        their length, N the number of query heads, G of key and value heads, d the size of a head.
+        The query attends to the keys of this step and of all steps before. B is the number of rows,
+        T their length, N the number of query heads, G the number of key and value heads, d the size
+        of a head.
         """
         # Append this step's keys and values to those of earlier steps. torch needs keys and values
         # of the same dtype.
@@ -385,13 +387,13 @@ class DenseKVCache:
         values = torch.cat([value for _, value in steps], dim=2)
         rows, _, length, _ = query_BNTd.shape
 
-        # Number the documents of all positions: `starts` has the position at which each one starts,
-        # which itself belongs to the new document (right=True).
+        # Number the documents of all positions. `starts` has the position at which each document
+        # starts. With right=True this position counts as a part of the document that starts there.
         positions = torch.arange(rows * length, device=DEVICE)
         document_B1T = torch.bucketize(positions, self.starts, right=True).view(rows, 1, length)
-        # The keys of the first step are those of real tokens: a token sees the ones of its document
-        # up to itself. A later step continues a draft at each position: there a token sees only the
-        # key at its own position.
+        # The keys of the first step are those of real tokens: a token sees the keys of its document
+        # up to its own position. A later step continues a draft at each position: among the keys of
+        # that step, a token sees only the key at its own position.
         is_same_document_BTT = document_B1T.mT == document_B1T
         is_causal_TT = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
         first_step_mask_BTT = is_same_document_BTT & is_causal_TT
@@ -564,8 +566,8 @@ def build_head_and_loss_trainer(
 ) -> Trainer:
     """Return a trainer whose step is only the LM head and the loss, forward and backward.
 
-    It has K x R random hidden states as input: R rows in each of K steps of the unroll. The
-    gradients are those of the hidden states and of the head's weight.
+    The input is K x R random hidden states: R rows in each of K steps of the unroll. The gradients
+    are those of the hidden states and of the head's weight.
 
     Args:
         rows: R.
@@ -588,13 +590,14 @@ def build_head_and_loss_trainer(
         noise_VH = draw_noise(vocab_size, hidden_size, bf16=False, seed=seed)
         linear.weight.data = noise_VH * hidden_size**-0.5
 
-    # The target's next-token distributions are computed from R random hidden states. None and the
-    # second head mean that the draft has the target's whole vocabulary.
+    # The target's next-token distributions are computed from R random hidden states. The draft has
+    # the target's whole vocabulary: `ids_W` is None, and `pruned`, the head for the draft's tokens
+    # alone, is the whole head.
     soft_targets = SoftTargets(
         draw_noise(rows, hidden_size, bf16=False, seed=2),
-        LogitsHead(target_head),
-        None,
-        LogitsHead(target_head),
+        head=LogitsHead(target_head),
+        ids_W=None,
+        pruned=LogitsHead(target_head),
         temperature=1.0,
     )
 
@@ -646,7 +649,7 @@ def main(name: str, settings: dict[str, object]) -> None:
         name: a name of TRAINERS.
         settings: the arguments of the function that builds the trainer.
     """
-    # Answers go to the original stdout. What libraries print there goes to stderr instead.
+    # Answers go to the original stdout (`answers`). What libraries print to stdout goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     trainer = TRAINERS[name](**settings)

@@ -22,7 +22,7 @@ def test_operations_that_write_are_kernels_and_what_depends_on_data_is_waited_fo
             _ = (x + 1).t().reshape(8, 4)[:2] @ x  # a sum, views, and a product
             x.mul_(2)
             torch.empty_like(x)
-        assert (ledger.kernels, ledger.copies) == (3, 0)
+        assert (ledger.kernels, ledger.waits) == (3, 0)
         with cuda_check.LaunchLedger("cpu") as ledger:
             x[mask]
         assert cuda_check.format_counts(ledger)["waits"] == 1

@@ -55,15 +55,18 @@ def make(
     """
     started_in_process = drafts.run_specdistill
 
-    def in_process(verb: str, *arguments: str, failing: bool = False) -> int:
+    def in_process(verb: str, *arguments: str, accepts_failed_gate: bool = False) -> int:
         is_launched = any(argument.startswith("launch=") for argument in arguments)
         if is_launched and launches:
-            return started_in_process(verb, *arguments, failing=failing)
+            return started_in_process(verb, *arguments, accepts_failed_gate=accepts_failed_gate)
         print(f"$ specdistill {verb} {' '.join(arguments)}")
         done = specdistill(verb, *(word for word in arguments if not word.startswith("launch=")))
         print(done.stdout)
         print(done.stderr, file=sys.stderr)
-        may_fail = failing and done.returncode in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)
+        may_fail = accepts_failed_gate and done.returncode in (
+            ExitCode.CHECK_FAILED,
+            ExitCode.INCONCLUSIVE,
+        )
         if done.returncode and not may_fail:
             sys.exit(done.returncode)
         return done.returncode
