@@ -208,8 +208,8 @@ def generate(
         seed: the seed of the random numbers for sampling.
 
     Returns:
-        The completion, with `text`, `token_ids` and `rounds`. A round has the number of tokens
-        drafted, how many of them were accepted, and the seconds that it took.
+        The completion, with `text`, `token_ids` and `rounds`. A round has the draft tokens, how
+        many of them were accepted, and the seconds of drafting and of verifying.
     """
     # Check the arguments that are also keys of a recipe's section `eval:`, as a recipe is checked.
     # At this point the local variables are exactly the arguments of this function.
@@ -259,9 +259,8 @@ class DraftConfig:
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], **keys: object) -> None:
-        # A keyword argument that is the name of a section, in the recipe of any method, is a
-        # section. All others are fields of TrainingArguments, which a recipe has in its section
-        # `train`.
+        # An argument whose name is a section or key of a recipe, of any method, sets it. All other
+        # arguments are fields of TrainingArguments, which a recipe has in its section `train`.
         sections = set[str]()
         for schema in Recipe.list_schemas().values():
             sections.update(schema.model_fields)
@@ -297,19 +296,19 @@ class DraftTrainer:
         | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        # Text names a source of data. Anything else is rows, which `train` writes to a file.
+        # A text or path names a source of data. Rows are kept, and `train` writes them to a file.
         self.rows = None if isinstance(train_dataset, str | os.PathLike) else train_dataset
         self.callbacks = callbacks
         source = train_dataset if self.rows is None else f"{os.fspath(args.output_dir)}.jsonl"
 
         # Check the recipe. `method` and `target` take precedence over the sections of `args`.
-        train_keys = {
+        method_and_target = {
             "method": method,
             "target": target if isinstance(target, Mapping) else {"model": target},
         }
-        keys = {"data": {"source": source}} if source else {}
+        data_keys = {"data": {"source": source}} if source else {}
         self.recipe = check_trainable(
-            load_recipe(Recipe, build_arguments({**args.keys, **train_keys}, keys))
+            load_recipe(Recipe, build_arguments({**args.keys, **method_and_target}, data_keys))
         )
 
     def train(self) -> Path:
@@ -368,9 +367,9 @@ class Report:
         return cls(
             data,
             folder,
-            whole_suite.get("mean_acceptance_length"),
-            whole_suite.get("speedup"),
-            data["gate"]["verdict"],
+            acceptance_length=whole_suite.get("mean_acceptance_length"),
+            speedup=whole_suite.get("speedup"),
+            verdict=data["gate"]["verdict"],
         )
 
     def to_dataframe(self) -> Any:

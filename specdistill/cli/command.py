@@ -16,7 +16,7 @@ from specdistill.common.credentials import check_arguments
 from specdistill.common.errors import ExitCode, ResourceError, run_and_report
 from specdistill.common.progress import hide_bars_of_transformers
 from specdistill.common.terminal import JSON, QUIET_FLAG, Console, print_result
-from specdistill.recipe.fields import Section, describe, list_leaves
+from specdistill.recipe.fields import HelpRow, Section, describe, list_leaves
 from specdistill.recipe.load import load_recipe, merge_values
 from specdistill.recipe.short_keys import (
     HELP,
@@ -27,8 +27,6 @@ from specdistill.recipe.short_keys import (
 )
 
 R = TypeVar("R", bound=Section)
-# A key in the help: its name, its type, its default and what it means.
-HelpRow = tuple[str, str, str, str]
 
 # Arguments that every command takes, and their help.
 COMMON_ARGUMENTS = {
@@ -150,7 +148,7 @@ def print_help(
             list_leaves([schema.select_schema(values)]) if lists_one_method else describe(schema)
         )
     if is_short:
-        rows = [(key, kind, default, text) for key, kind, default, text in rows if key in common]
+        rows = [row for row in rows if row.key in common]
 
     # With --json the help is a list of keys. Otherwise it begins with the docstring.
     names = ("key", "type", "default", "help")
@@ -160,8 +158,7 @@ def print_help(
     # Print one table for each section of the recipe, and one for the keys without a section.
     groups: dict[str, list[HelpRow]] = {}
     for row in rows:
-        key, *_ = row
-        section, dot, _ = key.partition(".")
+        section, dot, _ = row.key.partition(".")
         groups.setdefault(section if dot else "keys (key=value)", []).append(row)
     for title, group in groups.items():
         _print_keys(title, group, console)

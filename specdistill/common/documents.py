@@ -78,13 +78,13 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     try:
         # `parse_integer` refuses integers of more than 64 bits, but is slower than the parser of
         # json itself (None). So it is only used if the text has a number of at least 19 digits.
-        integers = parse_integer if LONG_NUMBER.search(text) else None
+        parse_int = parse_integer if LONG_NUMBER.search(text) else None
         # json calls the three functions for each object, each NaN or Infinity, and each integer.
         value = json.loads(
             text,
             object_pairs_hook=_check_unique_keys,
             parse_constant=None if allow_nan else _refuse_constant,
-            parse_int=integers,
+            parse_int=parse_int,
         )
     except RecursionError as error:
         raise ValueError(f"more than {MAX_DEPTH} levels") from error
@@ -244,7 +244,7 @@ class _Collection(NamedTuple):
 
     Attributes:
         anchor: the name that the document gives to the collection (`&name`); None without one.
-        before: characters of the expanded document before the collection.
+        before: the number of characters of the expanded document before the collection.
         scalars: the values of the nodes in the collection so far; None for each node that is itself
             a list, a mapping or an alias. In a mapping, keys and values alternate.
     """
@@ -268,9 +268,9 @@ def check_yaml(text: str) -> None:
         raise ValueError(f"{len(text):,} characters, more than {MAX_YAML_BYTES:,}")
 
     # Add up in `total` the characters that the document would have if each alias (`*name`) were
-    # replaced by the node that it names (`&name`). `sizes`: name -> size of the named node, None ->
-    # the last node without a name, which is never read. `opened` holds the lists and mappings
-    # around the current event, from the outside in; the first item stands for the document itself.
+    # replaced by the node that it names (`&name`). `sizes` has the size of each named node. Its key
+    # None, for nodes without a name, is never read. `opened` holds the lists and mappings around
+    # the current event, from the outside in; the first item stands for the document itself.
     total = 0
     sizes = {}
     opened = [_Collection(None, 0, [])]

@@ -65,8 +65,8 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
         A function `advance(count=1, more=0)`, to be called after each part of the task. It adds
         `count` to the units that are done, and `more` to the units of the whole task.
     """
-    # The number of calls of `advance` that have added finished units.
-    parts = 0
+    # Count the parts of the task that are done: the calls of `advance` that added finished units.
+    num_parts = 0
 
     # In other processes than the first on a machine, `advance` does nothing.
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -82,20 +82,21 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             TimeLeft(),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(description, total=total, parts=parts)
+            task = bar.add_task(description, total=total, parts=num_parts)
 
             def advance_bar(count: int = 1, more: int = 0) -> None:
                 """Add finished units (`count`) and further units to do (`more`) to the bar."""
-                nonlocal parts, total
+                nonlocal num_parts, total
                 # A call that only adds further units has finished no part of the task.
-                parts += count > 0
+                if count > 0:
+                    num_parts += 1
                 total += more
-                bar.update(task, advance=count, total=total, parts=parts)
+                bar.update(task, advance=count, total=total, parts=num_parts)
 
             yield advance_bar
     else:
         # Elsewhere, such as in a log file, print a line from time to time.
-        num_done = 0
+        num_done = 0  # finished units
         start = time.monotonic()
         last_printed = start
 
@@ -108,19 +109,20 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
 
             The line is printed only if the last one was printed at least SECONDS ago.
             """
-            nonlocal last_printed, num_done, parts, total
-            num_done = num_done + count
-            total = total + more
+            nonlocal last_printed, num_done, num_parts, total
+            num_done += count
+            total += more
             now = time.monotonic()
             # A call that only adds further units has finished no part of the task.
-            parts += count > 0
+            if count > 0:
+                num_parts += 1
             # Print no line before the first unit is done, and none here when all are done, because
             # the end of the task has a line of its own.
             if now - last_printed >= SECONDS and 0 < num_done < total:
                 last_printed = now
                 # The remaining time follows from the average speed so far. This is too uncertain
                 # before MIN_PARTS parts are done, so until then the elapsed time is printed.
-                if parts >= MIN_PARTS:
+                if num_parts >= MIN_PARTS:
                     seconds_left = (now - start) * (total / num_done - 1)
                     print_line(f"{format_clock(seconds_left)} left")
                 else:

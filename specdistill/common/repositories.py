@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants, errors, get_token, snapshot_downlo
 from specdistill.common.errors import ResourceError, UserError, find_nearest
 from specdistill.common.project import PICO
 
-# What to do if the Hub could not be reached. `_make_fetch_error` also tells this case by it.
+# What to do if the Hub could not be reached. `_make_fetch_error` recognizes this case by the text.
 NO_NETWORK = "check the network, or name a folder"
 # The base class of the errors of the HTTP client. The client depends on the version of
 # huggingface_hub (requests, httpx or httpx2), so the class is taken from the error of

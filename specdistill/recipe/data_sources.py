@@ -222,25 +222,26 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
         key: the key that errors name.
 
     Raises:
-        UserError: if the source is none of the three, or if the split of a file is not `train`.
+        UserError: if the source is neither a file, a folder nor a possible Hub id, or if the split
+            of a file is not `train`.
     """
     source = entry.source
     path = Path(entry.source)
     is_file_name = path.suffix in LOADERS
 
-    # A file must exist. A similar name in the same folder may be meant; without one, `nearest` is
-    # None, because no file has the name "".
+    # A file must exist. The error suggests a file in the same folder with a similar name.
     if is_file_name and not path.is_file():
-        siblings = {
+        paths_by_stem = {
             sibling.stem: str(sibling)
             for sibling in path.parent.glob("*")
             if sibling.suffix in LOADERS
         }
+        nearest_stem = find_nearest(path.stem, paths_by_stem)
         raise UserError(
             key,
             got=f"{path}, which does not exist",
             expected="an existing file",
-            nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
+            nearest=paths_by_stem[nearest_stem] if nearest_stem else None,
         )
 
     # A file has only the split `train`, of which `train[:100]` is a slice.
@@ -263,7 +264,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
 
 
 def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> None:
-    """Check that a source has columns with text or conversations, and all columns that are named.
+    """Check that a source has a column to train on, and all columns that its entry names.
 
     Args:
         own_columns: the names of the source's columns.
@@ -302,7 +303,8 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
                 nearest=find_nearest(our_name, READ_COLUMNS),
             )
 
-    # The rows need a column that training reads.
+    # The rows need a column that training reads. If `columns` is set, only the columns that it
+    # names count.
     named_columns = set(columns or own_columns)
     if not named_columns & {"text", TOKENS, *CONVERSATIONS, *PROMPTS}:
         similar_names = [find_nearest(column, KNOWN_COLUMNS) for column in own_columns]

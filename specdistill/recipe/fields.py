@@ -8,7 +8,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -62,7 +62,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _select_keys_of_variants(cls, values: object) -> object:
-        """Write into the values which variant each inner section is; pydantic calls this first.
+        """Write into the values which variant each inner section is, before pydantic checks them.
 
         A section has several variants (classes with different keys) if one of its keys decides
         which other keys there are. With the choice in the values, pydantic checks them against one
@@ -83,11 +83,12 @@ class Section(BaseModel):
 class Choices:
     """A validator that accepts only some names as the value of a key.
 
-    The names are asked for when a value is checked, so that they may be in a table elsewhere.
+    A function returns the names when a value is checked. So they can be the names in a table of
+    another module.
 
     Attributes:
-        names: returns the names.
-        also: returns whether another name is allowed, too.
+        names: a function that returns the names.
+        also: a function that returns whether a name that is not among them is allowed, too.
     """
 
     names: Callable[[], Sequence[str]]
@@ -156,11 +157,11 @@ def section(of: type[Section]) -> Any:
 
 
 def like(schema: type[Section], name: str, *, condition: Condition | None = None) -> Any:
-    """Return a copy of a key of another schema, with the same default, help and limits.
+    """Return a pydantic field with the default, help and limits of a key of another schema.
 
     Args:
         schema: the other schema.
-        name: the name of the key in it.
+        name: the name of the key in that schema.
         condition: replaces the condition of the key, if given.
     """
     field = copy.copy(schema.model_fields[name])
@@ -313,20 +314,21 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     if variant is None:
         return dict(values)  # pydantic's error names the possible choices
 
-    # Write the choice into the values, in case that the section leaves it to the default.
+    # Write the choice into the values: the section may have left it to the default.
     selected = {}
     if isinstance(field.discriminator, str):
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
-    # A recipe that was recorded in a run lists the keys of all variants. Leave out those of other
-    # variants that have their defaults. A required key of this variant is null in the record of
-    # another variant. The null is left out, too, so that pydantic reports the key as missing.
+    # A recipe that was recorded in a run lists the keys of all variants. Leave out the keys of
+    # other variants if they have their defaults. If the record was made with another variant, a
+    # required key of this variant is null in it. Leave out this null, too, so that pydantic reports
+    # the key as missing.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields
     for name, value in values.items():
-        is_optional = name in own_keys and not own_keys[name].is_required()
-        if is_optional or name not in keys or value != find_default_in(variants, name):
+        is_own_optional_key = name in own_keys and not own_keys[name].is_required()
+        if is_own_optional_key or name not in keys or value != find_default_in(variants, name):
             selected[name] = value
     return selected
 
@@ -347,7 +349,23 @@ def list_every_key(section: Section) -> dict[str, object]:
     return values
 
 
-def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
+class HelpRow(NamedTuple):
+    """A row of the output of `--help`, about one key.
+
+    Attributes:
+        key: the key, with its sections, such as `eval.suite`.
+        kind: its type in words.
+        default: its default, as it would be written in a recipe.
+        help: its help text.
+    """
+
+    key: str
+    kind: str
+    default: str
+    help: str
+
+
+def describe(schema: type[Section]) -> list[HelpRow]:
     """Return a row (key, type, default, help) for every key, for the output of `--help`.
 
     If only some methods have a row, its help begins with their names. A key that differs between
@@ -355,25 +373,22 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     """
     # Collect for each row the names of the methods whose schema has it.
     variants = schema.list_schemas()
-    readers: dict[tuple[str, str, str, str], list[str]] = {}
+    methods_of_row: dict[HelpRow, list[str]] = {}
     for name, variant in variants.items():
         for row in list_leaves([variant]):
-            readers.setdefault(row, []).append(name)
+            methods_of_row.setdefault(row, []).append(name)
 
     # Put the methods' names before the help of rows that only some of them have. Then sort, so that
     # the rows of one key follow each other.
-    keys = list(dict.fromkeys(key for key, *_ in readers))
-    marks = {
-        row: "" if len(names) == len(variants) else f"{', '.join(names)}: "
-        for row, names in readers.items()
-    }
-    sorted_rows = sorted(readers, key=lambda row: keys.index(row[0]))
-    return [(*row[:3], f"{marks[row]}{row[3]}") for row in sorted_rows]
+    keys = list(dict.fromkeys(row.key for row in methods_of_row))
+    rows = []
+    for row, names in methods_of_row.items():
+        methods = "" if len(names) == len(variants) else f"{', '.join(names)}: "
+        rows.append(row._replace(help=f"{methods}{row.help}"))
+    return sorted(rows, key=lambda row: keys.index(row.key))
 
 
-def list_leaves(
-    variants: Sequence[type[Section]], prefix: str = ""
-) -> Iterator[tuple[str, str, str, str]]:
+def list_leaves(variants: Sequence[type[Section]], prefix: str = "") -> Iterator[HelpRow]:
     """Yield a row (key, type, default, help) for every key of a section and its inner sections.
 
     Args:
@@ -392,7 +407,7 @@ def list_leaves(
             help = (
                 f"{field.description} (read only {condition})" if condition else field.description
             )
-            yield (
+            yield HelpRow(
                 key,
                 _describe_kind_of_key(variants, name),
                 format_value(find_default_in(variants, name)),
@@ -403,7 +418,7 @@ def list_leaves(
 
 
 def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
-    """Return a key's type in words. If variants of the section differ in it, all types are joined.
+    """Return a key's type in words; if it differs between variants, all types joined with `|`.
 
     "or null" is added for a key that is required in the variants that have it, but that other
     variants do not have.

@@ -113,7 +113,7 @@ def _rank_error(schema: type[Section], detail: ErrorDetails) -> int:
 
 
 def _is_key_of_other_variant(schema: type[Section], place: Place) -> bool:
-    """Return whether an unknown key of a section is a known key of another of its variants."""
+    """Return whether a key that its section lacks exists in another variant of the section."""
     return place[-1] in list_fields(_find_variants(schema, place[:-1]))
 
 
@@ -125,18 +125,18 @@ def _make_missing_key_error(
     Args:
         key: the missing key; for a section the error names the first required key in it.
         field: the field of the key.
-        keys_of_recipes: the required keys of recipes. For these the error also suggests to name a
-            recipe that has them.
+        keys_of_recipes: the required keys of recipes. If the missing key is one of them, the error
+            also suggests to name a recipe.
     """
-    # If a whole section must be given, name the first key in it that must be given. Of several
-    # variants the first is the one that is used by default.
+    # If a whole section must be given, name the first key in it that must be given. If the section
+    # has several variants, take the first one, which is the default.
     while variants := list_variants(field.annotation):
         fields = variants[0].model_fields
         required_names = [name for name, inner in fields.items() if inner.is_required()]
         field = fields[required_names[0]]
         key = f"{key}.{required_names[0]}"
-    start = ", or a recipe that names it (recipe=pico/eagle3)" if key in keys_of_recipes else ""
-    return UserError(key, got="nothing", expected=f"{field.description}{start}")
+    hint = ", or a recipe that names it (recipe=pico/eagle3)" if key in keys_of_recipes else ""
+    return UserError(key, got="nothing", expected=f"{field.description}{hint}")
 
 
 def _make_no_section_error(
@@ -223,8 +223,8 @@ def _make_other_variant_error(
 ) -> UserError:
     """Return the error for a key that only another variant of its section has.
 
-    A section has variants (classes with different keys) if one of its keys decides which other keys
-    there are. The error says how to choose the variant that has the key.
+    A section has variants (classes with different keys) if its values decide which keys there are.
+    The error says when the variant that has the key is used.
 
     Args:
         schema: the schema of the recipe.
@@ -237,8 +237,9 @@ def _make_other_variant_error(
     variants = _find_variants(schema, section_place)
     owner = next(variant for variant in variants if name in variant.model_fields)
 
-    # If the value of one key (the discriminator) chooses the variant, say what to set. If a
-    # function chooses it, the words after "only used" must do.
+    # If the value of one key (the discriminator) chooses the variant, the error suggests this
+    # value. Otherwise a function chooses the variant. The error then only has the condition below,
+    # which follows the words "only used".
     discriminator = _find_field(schema, section_place).discriminator
     alternative = ""
     if isinstance(discriminator, str):
@@ -271,10 +272,10 @@ def _make_unknown_key_error(
     name = str(place[-1])
     key_without_indices = ".".join(part for part in place if isinstance(part, str))
     schemas = schema.list_schemas()
-    readers = [
+    methods_with_key = [
         method for method, recipe in schemas.items() if _has_key(recipe, key_without_indices)
     ]
-    if readers:
+    if methods_with_key:
         chosen_method = next((method for method, recipe in schemas.items() if recipe is chosen), "")
         # A whole section may be unknown. Name the first key in it that was typed.
         while isinstance(value, Mapping) and value:
@@ -283,7 +284,7 @@ def _make_unknown_key_error(
         return make_unused_key_error(
             key,
             format_value(value),
-            f"not used with method={chosen_method}, only with {', '.join(readers)}",
+            f"not used with method={chosen_method}, only with {', '.join(methods_with_key)}",
         )
 
     # Suggest a key of the same section with a similar name, else a key of the same name elsewhere.
@@ -294,7 +295,7 @@ def _make_unknown_key_error(
         suggestion: str | None = f"{key.removesuffix(name)}{similar_name}"
     else:
         # Several keys may have this name. Suggest the first one with the fewest sections around it.
-        all_keys = [row[0] for row in list_leaves([chosen])]
+        all_keys = [row.key for row in list_leaves([chosen])]
         same_name_keys = [path for path in all_keys if path.rpartition(".")[2] == name]
         suggestion = min(same_name_keys, key=lambda path: path.count("."), default=None)
     if "train" in chosen.model_fields:
@@ -309,7 +310,7 @@ def _make_unknown_key_error(
 
 def _has_key(schema: type[Section], key: str) -> bool:
     """Return whether a schema has a key, or a section of that name."""
-    return any(f"{row[0]}.".startswith(f"{key}.") for row in list_leaves([schema]))
+    return any(f"{row.key}.".startswith(f"{key}.") for row in list_leaves([schema]))
 
 
 def _find_field(schema: type[Section], place: Place) -> FieldInfo:

@@ -95,13 +95,13 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
     # Keys that let somebody else's code run must be typed by the user. A recipe file, which may
     # come from anybody, must not set them. Without a file, such a key has been set inside a typed
     # section, as in `target={trust_remote_code: true}`, which is refused, too.
-    typed = dict(argument.split("=", 1) for argument in arguments)
+    typed_values = dict(argument.split("=", 1) for argument in arguments)
     for argument in list_consent_keys(recipe.model_dump()):
         key, _, value = argument.partition("=")
-        if key not in typed:
+        if key not in typed_values:
             raise UserError(
                 key,
-                got=f"{value} in {typed.get('recipe', 'a section')}",
+                got=f"{value} in {typed_values.get('recipe', 'a section')}",
                 expected=(
                     "the key on the command line, because it runs code of others. Read the code,"
                     f" then add {shlex.quote(argument)}"
@@ -207,12 +207,11 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
         reason = join_lines(str(error).split("\n")[0]).removeprefix(
             "ValueError raised while resolving interpolation: "
         )
+        # OmegaConf says `Interpolation key 'a.b' not found`. Say "${a.b}, which names no key".
+        missing_key = r"^Interpolation key '(.*)' not found$"
+        reason = re.sub(missing_key, r"${\1}, which names no key", reason)
         raise UserError(
-            error.full_key or "recipe",
-            got=re.sub(
-                r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason
-            ),
-            expected="a value, or ${another.key}",
+            error.full_key or "recipe", got=reason, expected="a value, or ${another.key}"
         ) from error
 
     # Training stops after max_steps, whatever the number of epochs. If the user typed only a number
@@ -233,7 +232,7 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
     Raises:
         UserError: if an argument is not of the form `key=value`, or if a value is no valid YAML.
     """
-    # Go through the arguments together with the argument that follows each; "" follows the last.
+    # Go through pairs of an argument and the argument after it. After the last argument comes "".
     file = None
     overrides = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -298,10 +297,10 @@ def _merge_two_values(below: Any, above: Any) -> Any:
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Build a section from those arguments whose key it has.
+    """Build a section from those arguments whose keys belong to it.
 
     Returns:
-        The section, and all other arguments.
+        The section, and the arguments whose keys do not belong to it.
     """
     own_arguments = [
         argument for argument in arguments if argument.partition("=")[0] in schema.model_fields

@@ -37,7 +37,7 @@ def list_swept_values(config: object, axis: str) -> list[object]:
     return list(getattr(getattr(config, "sweep", None), axis, []))
 
 
-# Commands that measure have some of the keys of `eval:` and not others. Those without the key
+# Commands that measure have some of the keys of `eval:` and not others. Commands without the key
 # `engine` decode in this process.
 SERVER_DECODES = Condition(
     f"with eval.engine={' or '.join(list_engines_with('client'))}",
@@ -70,7 +70,7 @@ SAMPLING_IS_ON = Condition(
         or (config.suite or "").endswith((".yaml", ".yml"))
     ),
 )
-# K is the depth of the tree, so it may be stated, but may not differ.
+# K is the depth of the tree. So K may be set next to a tree, but not to another value.
 DRAFT_IS_CHAIN = Condition(
     "without eval.tree, or equal to the depth of eval.tree",
     lambda config: config.tree is None or config.num_speculative_tokens == config.tree.levels,
@@ -429,7 +429,10 @@ class HybridStates(StoredStates):
 
     @property
     def runs_layers(self) -> bool:
-        """Whether training may have to run the target's layers."""
+        """Whether training may have to run the target's layers.
+
+        It need not if servers compute the hidden states of all rows.
+        """
         return not self.server or self.max_bytes is not None
 
     @property
@@ -554,7 +557,8 @@ class LookupFirstConfig(Section):
             UserError: if the draft would propose more than K tokens, if the engine cannot run the
                 lookup, or if the draft proposes a tree in compiled passes.
         """
-        # `levels` is the K of the draft: its tokens in a chain, or the depth of its tree.
+        # The draft must not propose more tokens than the lookup, nor a deeper tree. `levels` is the
+        # number of tokens in the draft's chain, or the depth of its tree.
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
             name = "draft_tree" if self.draft_tree else "draft_tokens"
@@ -565,8 +569,8 @@ class LookupFirstConfig(Section):
                 expected="at most K, the number of tokens that a lookup drafts",
             )
 
-        # The settings of some commands have no engine and no sweep over K: they decode with
-        # specdistill's own decoder, and with this K only.
+        # The settings of some commands have no engine and no sweep over K. These commands decode
+        # with specdistill's own decoder, and with this K only.
         self.check_engine(
             key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)
         )
@@ -589,7 +593,7 @@ class SweepConfig(Section):
         [], "additional batch sizes to measure"
     )
     concurrency: list[Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)]] = option(
-        [], "additional numbers of requests in flight at a server to measure"
+        [], "additional values of eval.concurrency to measure: requests in flight at a server"
     )
     tree: list[TreeConfig] = option(
         [], "additional trees to measure, each with the keys of eval.tree"
@@ -624,7 +628,7 @@ class MeasurementConfig(Section):
         "try an n-gram or suffix lookup first, and use the draft where the lookup finds nothing",
         condition=LOOKUP_IS_ALLOWED,
     )
-    temperature: float = option(0.0, "0: greedy", ge=0)
+    temperature: float = option(0.0, "sampling temperature; 0: greedy", ge=0)
     top_p: float = option(
         1.0,
         "nucleus sampling (top-p), for target and draft; 1: off",
@@ -651,8 +655,8 @@ class MeasurementConfig(Section):
     )
     compile: bool = option(
         False,
-        "use torch.compile for the passes of the target, with and without the draft, and for those"
-        " of a head",
+        "use torch.compile for the passes of the target, with and without the draft, and for the"
+        " passes of a draft that is a head",
         condition=Condition(
             "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is"
             " compiled",
@@ -663,8 +667,8 @@ class MeasurementConfig(Section):
     )
     repeats: int = option(
         3,
-        "timed repetitions per prompt, with and without the draft; the time of each round is its"
-        " lower median over them",
+        "timed repetitions per prompt, with and without the draft; the time of a round is the lower"
+        " median of its times in the repetitions",
         ge=1,
     )
     warmup: int = option(
@@ -721,10 +725,14 @@ class LlamaCppConfig(Section):
     device: str | None = option(None, "devices, e.g. CUDA0,CUDA1; none: the CPU")
     spec_draft_device: str | None = option(None, "devices for the draft, e.g. CUDA1")
     gpu_layers: int | None = option(
-        None, "number of the target's layers that are put on its devices", ge=0
+        None,
+        "number of the target's layers to store on GPUs; the other layers stay on the CPU",
+        ge=0,
     )
     spec_draft_ngl: int | None = option(
-        None, "number of the draft's layers that are put on its devices", ge=0
+        None,
+        "number of the draft's layers to store on GPUs; the other layers stay on the CPU",
+        ge=0,
     )
     cache_type_k: CacheType | None = option(None, "data type of the keys in the target's KV cache")
     cache_type_v: CacheType | None = option(
@@ -741,8 +749,8 @@ class LlamaCppConfig(Section):
 class EvalConfig(MeasurementConfig):
     """The settings of a measurement. Methods add the keys that only they read."""
 
-    # Conditions, and not a union of variants, say which keys apply. `engine` and `server` choose
-    # together, and some keys depend on the engine's name or on other settings as well. With a
+    # Conditions, and not a union of variants, say which keys apply: `engine` and `server` decide
+    # that together, and some keys depend on the engine's name or on other settings as well. With a
     # union, each method that adds keys would need a class for each variant.
     SECTION = "eval."
 
@@ -816,13 +824,14 @@ class EvalConfig(MeasurementConfig):
     @model_validator(mode="after")
     def _check_sweeps(self) -> "EvalConfig":
         """Check that each setting of `eval.sweep` can be varied with the chosen engine."""
-        # Each setting has a condition. Those that are not in the dictionary can only be varied
-        # where this process decodes.
+        # Each setting has a condition. Settings that are not in the dictionary can only be varied
+        # if this process decodes.
+        conditions = {
+            "concurrency": SERVER_DECODES,
+            "num_speculative_tokens": ENGINE_IS_NOT_RUNNING,
+        }
         for name, values in vars(self.sweep).items():
-            condition = {
-                "concurrency": SERVER_DECODES,
-                "num_speculative_tokens": ENGINE_IS_NOT_RUNNING,
-            }.get(name, DECODING_IN_PROCESS)
+            condition = conditions.get(name, DECODING_IN_PROCESS)
             if values and not condition.holds(self):
                 raise make_unused_key_error(
                     f"eval.sweep.{name}", format_value(values), f"only used {condition.text}"

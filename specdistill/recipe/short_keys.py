@@ -9,8 +9,8 @@ from specdistill.common.terminal import JSON, QUIET_FLAG
 
 # Arguments that ask for help, and are no keys.
 HELP = {"-h", "--help"}
-# How an argument begins that is a key or an option. Anything else may continue a list that the
-# shell has split.
+# The beginning of an argument that is a key or an option. Any other argument may continue a list
+# that the shell has split.
 NEXT_KEY = re.compile(r"[\w.]+=|-")
 NO_SHORTHANDS: Mapping[str, str] = {}
 # Every command that takes a target accepts `target` for `target.model`.
@@ -41,8 +41,8 @@ def select_recipe_keys(
     """
     keys: list[str] = []
     for argument in arguments:
-        # If the brackets of the argument before are still open, and this one is no new key, this
-        # one continues its list or mapping.
+        # If the brackets of the previous key are still open, and this argument is no new key, it
+        # continues the list or mapping of the previous key.
         if keys and _has_open_brackets(keys[-1]) and NEXT_KEY.match(argument) is None:
             keys[-1] += f" {argument}"
             continue
@@ -66,7 +66,7 @@ def _has_open_brackets(argument: str) -> bool:
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
     """Put default arguments before the keys, unless the keys name a recipe.
 
-    A recipe may set the same keys as the defaults, and must then not be overridden by them.
+    With a recipe the defaults are left out: as arguments they would override the recipe's values.
     """
     has_recipe = any(key.startswith("recipe=") for key in keys)
     return list(keys) if has_recipe else [*defaults, *keys]

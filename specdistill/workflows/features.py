@@ -81,8 +81,8 @@ def store_features(recipe: TrainedRecipe) -> StoredFeatures:
     use_template(target.tokenizer, recipe)
     train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
 
-    # Build the draft, which says which layers it reads, and its objective, which says which rows it
-    # can learn from. Only the hidden states of these rows are stored.
+    # Build the draft, which says which layers it reads. Build its objective, which says from which
+    # rows the draft can learn. Only the hidden states of these rows are stored.
     draft = create_draft(recipe, target, train_rows)
     check_coverage(train_rows, target.vocab_size, draft, getattr(recipe.draft, "init", None))
     objective = load_method(recipe.method).build_objective(draft, recipe, target)

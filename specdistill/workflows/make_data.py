@@ -61,7 +61,7 @@ def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
     """Make the blocks of one shard of the training rows, or all blocks without a shard.
 
     Rows are made in blocks, each a file of its own. With `data.shard`, for example `0/4`, this
-    machine makes only a part of the blocks, and other machines make the others.
+    machine makes only a part of the blocks. The other blocks are left to other machines.
 
     Args:
         recipe: the recipe of a training.
@@ -98,8 +98,8 @@ def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
     Returns:
         The job of the rows, the training rows, and the manifest of their row set.
     """
-    # Find out where the rows belong. If they do not exist yet, load the target's weights, with
-    # which `open_rows` makes the rows.
+    # Find out where the rows belong. If they do not exist yet, prepare the job again, now with all
+    # that is needed to make them.
     job = prepare_job(recipe, generates=False)
     if not is_whole(job.folder):
         job = prepare_job(recipe, generates=True)
@@ -111,8 +111,8 @@ def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
 def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     """Open the rows of a training, and make them first if they do not exist yet.
 
-    If the recipe sets `data.rows`, the rows have to exist in this folder. Otherwise they are in a
-    folder of the cache that belongs to the recipe, and are made there if they are missing.
+    If the recipe names a folder in `data.rows`, the rows have to exist in that folder. Otherwise
+    the rows belong into a folder of the cache, and are made there if they are missing.
 
     Every process of a launch has to call this function. The first process reads the sources. Then
     each process makes a share of the blocks, which are parts of the rows. When all blocks are made,
@@ -167,7 +167,7 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
 
 
 def _find_shares(folder: Path) -> tuple[int, int]:
-    """Return the rank of this process among the processes that share a folder, and their number.
+    """Find the processes that share a folder, and return this process's rank and their number.
 
     On a network file system, all processes of a launch share the folder. Otherwise each machine has
     a folder of its own, which only the processes of this machine share. To find out, rank 0 writes
