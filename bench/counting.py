@@ -31,7 +31,7 @@ class Counts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The tokens per round, the target's own included; NaN if nothing was drafted."""
+        """The tokens per round, with the target's own token; NaN if nothing was drafted."""
         if not self.num_drafts:
             return math.nan
         # The target adds one token of its own in every round.

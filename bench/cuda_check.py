@@ -176,6 +176,7 @@ class LaunchLedger(Ledger):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        """Run an operation of torch, and count its kernel, traffic, arithmetic and wait."""
         # What torch runs while it compiles is not counted. In a compiled graph, only matrix
         # products and attention are counted here: all other kernels were counted as a whole when
         # the graph was called (see `compile_graph`).
@@ -604,7 +605,8 @@ class Decoding:
 
         Then keep the cache entries of two draft tokens, as if these had been accepted.
         """
-        # Draft tokens are numbered from 0. The last token, which precedes them, is always kept.
+        # Any token ids will do, here 0 to NUM_STEPS. Draft tokens are numbered from 0. The last
+        # token, which precedes them, is always kept.
         self.reader.read([range(1 + NUM_STEPS)])
         self.reader.keep([[0, 1]])
 
@@ -614,6 +616,7 @@ class Decoding:
 
         Then keep the cache entries and the features of two nodes, as if these had been accepted.
         """
+        # Any token ids will do: the last token, which is the root, and one for each node.
         _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
         self.reader.keep([[1, 4]])
         # The features begin with those of the root, so node n has index n + 1.

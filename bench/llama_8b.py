@@ -16,5 +16,11 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
 TARGET = ModelConfigInfo(
-    NAME, "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, CONFIG, None
+    NAME,
+    key="target.model",
+    hub_id=None,
+    revision=None,
+    raw={"architectures": ["LlamaForCausalLM"]},
+    config=CONFIG,
+    native_mtp=None,
 )

@@ -218,9 +218,9 @@ def compute_needs(name: str) -> RecipeNeeds:
         draft,
         target,
         find_device(settings["gpu_gb"]),
-        {"ttt_steps": settings["ttt_steps"]},
-        (settings["rows"], settings["max_length"]),
-        TARGET_ITEMSIZE,
+        draft_keys={"ttt_steps": settings["ttt_steps"]},
+        micro_batch=(settings["rows"], settings["max_length"]),
+        itemsize=TARGET_ITEMSIZE,
         runs_layers=not settings["is_stored"],
     )
     # With stored hidden states, no step runs the target's layers. So no GPU holds these layers.
@@ -278,7 +278,7 @@ def count_disk_bytes(
 
 def find_device(gpu_gb: int) -> Device:
     """Return the GPU with this memory: an H100 with 80 GB, an H200 with 141 GB."""
-    return {80: H100, 141: Device("H200", 989e12, 4.8e12)}[gpu_gb]
+    return {80: H100, 141: Device("H200", flops=989e12, bandwidth=4.8e12)}[gpu_gb]
 
 
 def count_layer_bytes(target: ModelConfigInfo) -> int:

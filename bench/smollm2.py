@@ -208,6 +208,7 @@ def main(options: Options) -> ExitCode:
     # lookup: the best K of the lookup alone, and the largest K. When an answer copies its prompt,
     # the lookup proposes many tokens at a time. So the largest K may be too slow for the lookup
     # alone, and still be the fastest if the draft takes over where the lookup finds nothing.
+    # `pairs` holds K and the draft's tokens. K is never less than the draft's tokens.
     pairs = set()
     for lookup_tokens in (lookup.k, largest.k):
         for draft_tokens in CHAINS:

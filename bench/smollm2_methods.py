@@ -109,7 +109,7 @@ class Options(Section):
         gt=0,
     )
     longer: list[str] = option(
-        [], "recipes to train also for longer_steps steps, e.g. [eagle3,dspark]"
+        [], "recipes that are also trained for longer_steps steps, e.g. [eagle3,dspark]"
     )
     longer_steps: int = option(
         200,

@@ -9,7 +9,7 @@ It answers with the seconds of the step's parts, its loss, and its peak memory a
 process held before. All trainers of a draft have the same weights, tokens, target features and
 loss. The loss is in nats. For a head it is the mean of each step of the unroll, summed over the
 steps; for a block drafter it is the mean over the slots that predict. Each trainer draws its own
-blocks; it takes all tokens with loss if there are no more of them than blocks.
+blocks. If no more tokens have a loss than there are blocks, all of these tokens begin a block.
 
 Shapes: B rows of one document each, T positions, A layers of the target that are read, H hidden
 size of target and draft, P slots of a block, K steps of the unroll, R rows of hidden states.

@@ -65,7 +65,7 @@ def find_secret(text: str) -> str | None:
         return "an address with a password"
 
     # Secrets that are recognized because an environment variable holds the same text. A short value
-    # is no secret, but a placeholder such as EMPTY.
+    # is a placeholder, such as EMPTY, and no secret.
     secrets = [(name, os.environ.get(name, "")) for name in VARIABLES]
     secrets += [(SERVER_KEYS, key) for key in read_server_keys().values()]
     for name, secret in secrets:

@@ -26,8 +26,8 @@ MAX_ERROR_CHARACTERS = 900
 MAX_QUOTED_CHARACTERS = 300
 STDOUT = 1  # the file descriptor of stdout
 # If all processes of a launch fail in the same way, only the first should print the error. The
-# others wait this many seconds; when the first has ended, the launcher ends them, even on a busy
-# machine.
+# others wait this many seconds. Meanwhile the first process ends, and the launcher then ends the
+# others. The time is long enough for a busy machine.
 SECONDS_APART = 30.0
 
 
@@ -107,7 +107,7 @@ class UserError(ReportedError):
         nearest: the nearest valid name; None if there is none.
         text: the whole message, if it is not composed of the other arguments.
         kind: for a row of data that cannot be used, a description of the fault that is the same for
-            all rows with this fault. Rows are counted by it.
+            all rows with this fault. Such rows are counted by this description.
     """
 
     def __init__(

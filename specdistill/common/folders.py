@@ -175,8 +175,8 @@ def exclusive_lock(lock: Path, key: str, output: Path, *, saves_memory: str = ""
         lock: the lock file.
         key: the key that the error names.
         output: the file or folder that the caller writes, for messages.
-        saves_memory: a key that takes less memory with a lower value. The warning suggests to lower
-            it, because the process may have been killed when memory ran out. Empty for none.
+        saves_memory: a key whose lower values take less memory. The warning suggests to lower the
+            key, because the process may have been killed when memory ran out. Empty for none.
 
     Raises:
         UserError: if another process holds the lock. The error names this process.

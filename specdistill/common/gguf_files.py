@@ -18,8 +18,8 @@ from gguf import GGUFValueType
 
 from specdistill.common.errors import UserError, join_lines
 
-# The longest array of numbers that is read. It is between the two kinds of arrays in these files:
-# settings of a model have one number per layer, and vocabularies have one number per token.
+# The longest array of numbers that is read. The limit separates the two kinds of arrays in these
+# files: settings of a model have one number per layer, and vocabularies have one number per token.
 MAX_ARRAY_LENGTH = 4096
 MAGIC = b"GGUF"  # the first bytes of every GGUF file
 DOWNLOAD_AGAIN = "a whole GGUF file: download or copy it again"
@@ -83,7 +83,7 @@ def open_gguf(path: Path | str) -> MetadataReader:
 
 @lru_cache(maxsize=4)
 def _open_gguf(path: str, size: int, mtime_ns: int) -> MetadataReader:
-    """Return a reader of a file. Size and time of change are part of the key of the cache."""
+    """Return a reader of a file; `size` and `mtime_ns` are only part of the key of the cache."""
     return MetadataReader(path)
 
 

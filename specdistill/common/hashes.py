@@ -24,8 +24,8 @@ def hash_file(path: Path) -> str:
 def _hash_content(path: Path, inode: int, size: int, mtime_ns: int) -> str:
     """Return the sha256 of a file, computed once for each path, inode, size and time of change.
 
-    The arguments besides `path` are part of the key of the cache, so that a changed file is hashed
-    again.
+    The arguments besides `path` are only part of the key of the cache, so that a changed file is
+    hashed again.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

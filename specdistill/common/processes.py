@@ -94,7 +94,7 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
 
     Args:
         facts: the values of this process: name -> value. The error shows a name and its values.
-        otherwise: text to append to the error, which says what to do about a difference.
+        otherwise: text at the end of the error that says what to do about a difference.
 
     Raises:
         UserError: naming the first difference, its process and its machine.
@@ -146,7 +146,7 @@ def report_failed_collectives(next_step: str) -> Iterator[None]:
 def _describe_missing_processes(error: RuntimeError) -> str:
     """Return a message of torch that says which processes do not answer any more.
 
-    In process 0 the message has the ranks of these processes. In other processes the message refers
+    In process 0, torch's message names the ranks of these processes. In other processes, it refers
     to process 0.
 
     Args:

@@ -135,8 +135,8 @@ def option(default: object, help: str, *, condition: Condition | None = None, **
     Args:
         default: the default value; `...` if the key must be given.
         help: the help text.
-        condition: when the key is used. If it is set although the condition does not hold, loading
-            the recipe is an error. None: always.
+        condition: when the key is used; None for always. If the key is set although the condition
+            does not hold, loading the recipe fails.
         **limits: pydantic's limits, such as `ge=1` for values of at least 1.
     """
     extra: Any = {"condition": condition} if condition else None
@@ -208,8 +208,8 @@ def find_changed_key(key: str, value: object, default: object) -> tuple[str, obj
 def list_variants(hint: object) -> list[type[Section]]:
     """Return the section classes in the type of a recipe key.
 
-    There are several if the section has variants, which have different keys. A key whose type is a
-    value or a list has none.
+    If the section has variants, which have different keys, there are several classes. If the type
+    of the key is a value or a list, there are none.
 
     Args:
         hint: the type hint of the key.
@@ -262,9 +262,9 @@ def _choose_variant(field: FieldInfo, values: Mapping[str, object]) -> type[Sect
 
 
 def list_fields(variants: Sequence[type[Section]]) -> dict[str, FieldInfo]:
-    """Return the keys of all variants of a section together.
+    """Return the pydantic field of each key that a section can have in any of its variants.
 
-    If several variants have a key, its field is taken from the first of them.
+    If several variants have a key, its field is taken from the first of these variants.
     """
     fields: dict[str, FieldInfo] = {}
     for variant in variants:

@@ -151,6 +151,7 @@ def _make_no_section_error(
         is_item: whether the value is an item of a list of sections.
     """
     is_nullable = types.NoneType in get_args(field.annotation) and not is_item
+    # As an example, suggest the first key of the section.
     first_key, *_ = list_fields(_list_field_variants(field))
     return UserError(
         key,
@@ -333,9 +334,9 @@ def _find_variants(schema: type[Section], place: Place) -> list[type[Section]]:
 
 
 def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
-    """Return the section classes of a field: its own, or those of the items if it is a list.
+    """Return the section classes of a field: those of its value, or of the items of a list.
 
-    There are several if the section has variants, and none if the field is no section.
+    There are several classes if the section has variants, and none if the field is no section.
     """
     variants = list_variants(field.annotation)
     for item in get_args(field.annotation):
@@ -349,7 +350,8 @@ def _remove_tags(schema: type[Section], location: Place) -> Place:
     pydantic puts the name of the chosen variant after the name of a section that has variants, as
     in ('data', 'regenerate', 'LocalRegeneration', 'server').
     """
-    # After the name of a section with variants (its field has a discriminator), skip one part.
+    # After the name of a section with variants (its field has a discriminator), skip the next part,
+    # which is the name of the variant.
     fields = schema.model_fields
     place: list[int | str] = []
     parts = iter(location)

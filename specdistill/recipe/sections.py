@@ -33,7 +33,7 @@ from specdistill.serving.engines.server import MAX_IN_FLIGHT
 
 
 def list_swept_values(config: object, axis: str) -> list[object]:
-    """Return the values of an axis of `eval.sweep`; none for a command without a sweep."""
+    """Return the values of an axis of `eval.sweep`; an empty list for a command without a sweep."""
     return list(getattr(getattr(config, "sweep", None), axis, []))
 
 
@@ -607,7 +607,7 @@ class MeasurementConfig(Section):
     """The settings by which prompts are decoded to measure a draft, in every command.
 
     Attributes:
-        SECTION: the prefix of its keys in errors.
+        SECTION: the prefix of the keys in errors, such as `eval.`.
     """
 
     SECTION: ClassVar[str] = ""
@@ -842,7 +842,8 @@ class EvalConfig(MeasurementConfig):
 class SelectionConfig(Section):
     """The prompts that each evaluation during training decodes.
 
-    They should not be those of eval.suite, which would then judge a draft that it helped to choose.
+    These should be other prompts than those of eval.suite. Otherwise the same prompts would choose
+    the draft and then judge it.
     """
 
     suite: str = option(
@@ -855,7 +856,7 @@ class SelectionConfig(Section):
 
 
 class PublishConfig(Section):
-    """The settings of `specdistill publish`, which its command can override."""
+    """The settings of `specdistill publish`, which the command line can override."""
 
     repo: str | None = option(None, "Hub repository of the draft, org/name; created if missing")
     private: bool | None = option(

@@ -118,8 +118,8 @@ def _find_hidden_states(recipe: TrainedRecipe) -> HiddenStatesConfig:
 def _open_run(recipe: TrainedRecipe, hidden_states: HiddenStatesConfig) -> TrainingRun:
     """Open the folder of a run, or resume the run in it.
 
-    If hidden states are read from a store, two processes read them while the GPU trains. On a CPU
-    these processes would take cores from the training.
+    If hidden states are read from a store, two further processes read them while the GPU trains. On
+    a CPU these processes would take cores from the training, so there are none.
     """
     reads_store = isinstance(hidden_states, StoredStates)
     num_workers = 2 if reads_store and torch.cuda.is_available() else 0
