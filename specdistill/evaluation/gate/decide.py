@@ -36,6 +36,7 @@ from specdistill.evaluation.report.files import (
 )
 from specdistill.evaluation.report.phrases import (
     DEFAULT_CONFIDENCE,
+    NO_EVIDENCE,
     Report,
     ResultRow,
     format_about,
@@ -345,7 +346,7 @@ def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
     """
     # Without evidence the rule fails. Otherwise the value is compared with the rule's threshold.
     verdict, reason, needed = (
-        ("failed", f"no evidence: {estimate.reason}", None)
+        ("failed", f"{NO_EVIDENCE}{estimate.reason}", None)
         if estimate.reason
         else compare_with_threshold(rule, estimate)
     )

@@ -15,6 +15,7 @@ Report = dict[str, Any]  # as `ReportDocument` describes it
 ResultRow = Mapping[str, Any]  # a row of a report's results: numbers by the names of metrics
 Settings = Mapping[str, Any]  # the settings of a report
 DEFAULT_CONFIDENCE = 0.95  # the confidence of a rule that states none
+NO_EVIDENCE = "no evidence: "  # how the reason begins, if a rule failed without evidence
 # The highest estimate of needed prompts that is written as a number. Above it, "more than 10,000"
 # says enough.
 MAX_ESTIMATED_PROMPTS = 10_000
@@ -515,8 +516,8 @@ def note(rule: RuleDocument) -> str:
     """
     if rule["passed"]:
         return ""
-    if rule["reason"].startswith("no evidence: "):
-        return rule["reason"].removeprefix("no evidence: ")
+    if rule["reason"].startswith(NO_EVIDENCE):
+        return rule["reason"].removeprefix(NO_EVIDENCE)
     is_usual_confidence = rule["confidence"] in (0, DEFAULT_CONFIDENCE)
     confidence = "" if is_usual_confidence else f"at {rule['confidence']:.0%} confidence"
     needed = rule["prompts_needed"]
@@ -536,13 +537,17 @@ def format_evidence(rule: RuleDocument) -> str:
 def list_warnings(report: Report) -> list[str]:
     """Return a sentence for each rule that did not pass and only warns, so the gate may still pass.
 
-    An example is "Warning: speedup ≥ 1.2× is not shown: 1.1× (1.0 to 1.2)."
+    An example is "Warning: speedup ≥ 1.2× is not reached: 1.1× (1.0 to 1.15)."
     """
-    return [
-        f"Warning: {name_rule(rule)} is not shown: {format_evidence(rule)}."
-        for rule in report["gate"]["rules"]
-        if find_outcome(rule) == "warning"
-    ]
+    warnings = []
+    for rule in report["gate"]["rules"]:
+        if find_outcome(rule) != "warning":
+            continue
+        ending = "is not reached" if rule["verdict"] == "failed" else "is undecided"
+        if rule["reason"].startswith(NO_EVIDENCE):
+            ending = "cannot be judged"
+        warnings.append(f"Warning: {name_rule(rule)} {ending}: {format_evidence(rule)}.")
+    return warnings
 
 
 def find_outcome(rule: RuleDocument) -> str:

@@ -12,7 +12,7 @@ from bench.pages import write_between
 from specdistill.common.errors import ResourceError
 from specdistill.common.project import ROOT
 from specdistill.evaluation.gate.decide import Evidence, decide, judge
-from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.gate.rules import load_gate, read_rule
 from specdistill.evaluation.measurement.in_engine import (
     DOCUMENT_REASONS,
     NO_BASELINE,
@@ -366,13 +366,25 @@ def test_names_of_rules_differ_and_stay_when_a_threshold_changes(records, gate):
     ] == names
 
 
+def test_a_warning_says_whether_its_rule_is_missed_undecided_or_without_evidence(report, records):
+    rules = [
+        {"metric": "acceptance_rate", "min": 0.9, "severity": "warn"},
+        {"metric": "acceptance_rate", "min": 0.45, "severity": "warn"},
+        {"metric": "acceptance_rate", "min": 0.5, "severity": "warn", "scope": {"category": "none"}},
+    ]
+    judged = judge([read_rule("gate", rule) for rule in rules], Evidence(report, records))
+    missed, undecided, unknown = phrases.list_warnings(judged)
+    assert "≥ 90% is not reached: " in missed and "≥ 45% is undecided: " in undecided
+    assert "[none] cannot be judged: no evidence; " in unknown
+
+
 def test_a_rule_says_each_value_once_with_its_unit(report, records):
     page = html_library.unescape(re.sub(r"<[^>]+>", " ", to_html(report, records))).replace(
         "\xa0", " "
     )
     assert "Acceptance length ≥ 2.7 tokens" in page and "2.79 tokens (2.70 to 2.88)" in page
     assert (
-        "Warning: acceptance rate ≥ 50% is not shown: 44.8% (42.6 to 47)."
+        "Warning: acceptance rate ≥ 50% is not reached: 44.8% (42.6 to 47)."
         in page[: page.index("The gate")]
     )
     gate = page[page.index("Outcome") : page.index("Token by token")]

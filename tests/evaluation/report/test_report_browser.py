@@ -29,6 +29,9 @@ found({
   chip_row: at("chips").textContent,
   scrolls: [...document.querySelectorAll(".scroll")]
     .filter(table => table.scrollWidth > table.clientWidth).length,
+  lines_of_date: document.querySelector("time").getClientRects().length,
+  empty_beside_plots: [...document.querySelectorAll(".plots")].map(plots => Math.round(
+    plots.getBoundingClientRect().right - plots.lastElementChild.getBoundingClientRect().right)),
 });
 """
 PLAY = """
@@ -79,6 +82,7 @@ def test_the_page_works_in_a_browser(tmp_path, width, dark):
     accepted = len(entry.accepted)
     assert (found["overflow"], found["clipped"], found["scrolls"]) == (False, [], 0)
     assert found["paper"] == ("rgb(19, 21, 24)" if dark else "rgb(255, 255, 255)")
+    assert (found["lines_of_date"], set(found["empty_beside_plots"])) == (1, {0})
     assert found["prompts"] == 8
     assert sample.id != records[0].id
     assert found["tokens"] == 1 + sum(len(entry.emitted) for entry in sample.rounds)
