@@ -317,6 +317,7 @@ N-gram and suffix lookup work for all of them. So does a trained smaller model a
 - *Drafts made from the target*: the methods whose draft can be built from the target alone. *All* are
   {", ".join(TRAINED)}. A class may lack RMS norms, a rotary embedding, a single
   residual stream or plain attention. `specdistill plan` says the same of a checkpoint, and why (`details=true`).
+  Engines may serve fewer, as for [Gemma 3 and 4](#heads-for-gemma-3-and-4).
 - *Trees*, *batches*, *packing*: `eval.tree`, `eval.batch_size` above 1, `data.packing` (*no mask*: by kernels).
 
 | {KIND} | layers | logits | drafts made from the target | trees | batches | packing |
