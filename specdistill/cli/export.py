@@ -1,4 +1,4 @@
-"""`specdistill export`: convert a draft for an inference engine."""
+"""`specdistill export`: convert a draft for an inference engine, or say how to serve a lookup."""
 
 import tempfile
 from pathlib import Path
@@ -8,26 +8,32 @@ from specdistill.cli.launch import import_libraries
 from specdistill.common.errors import ExitCode, UserError
 from specdistill.common.terminal import print_result
 from specdistill.hub.options import ExportedTarget
+from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.fields import Section, allow_names, option, section
 from specdistill.recipe.load import load_own_keys, load_recipe
 from specdistill.recipe.short_keys import TARGET, select_recipe_keys
-from specdistill.serving.engines import list_engines_with
+from specdistill.serving.engines import ENGINES, list_engines_with
+
+LOOKUPS = [name for name, method in METHODS.items() if not method.is_trained]
 
 
 class ExportOptions(Section):
     """The options of `specdistill export`."""
 
-    engine: Annotated[str, allow_names(lambda: list_engines_with("serve_command"))] = option(
-        ..., "inference engine to export for"
+    engine: Annotated[
+        str, allow_names(lambda: [*list_engines_with("serve_command"), "llama.cpp"])
+    ] = option(..., "inference engine to export for; llama.cpp is the same as gguf")
+    method: Annotated[str, allow_names(lambda: LOOKUPS)] | None = option(
+        None, "lookup to serve, which has no draft; null: a draft of any method"
     )
     draft: str | None = option(None, "trained draft: a folder or Hub id, in any supported layout")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(
         None,
-        "report of the draft: a report.json or its folder; null: the folder `report` next to the"
-        " draft's folder",
+        "report of the draft or lookup: a report.json or its folder; null: of a draft, the folder"
+        " `report` next to the draft's folder",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -46,42 +52,58 @@ def export(arguments: list[str]) -> int:
 
     specdistill export engine=vllm draft=runs/mine/draft target=path/to/model \
         output_dir=runs/mine/vllm
+    specdistill export engine=vllm method=ngram target=path/to/model report=runs/lookup \
+        output_dir=runs/lookup-vllm
     """
     options, recipe = _read_export_request(select_recipe_keys(arguments, TARGET))
     import_libraries()
     # These modules import torch, so they are imported only here.
     from specdistill.methods.load import locate
     from specdistill.serving.export import export as export_draft
-    from specdistill.serving.export import write_untrained
+    from specdistill.serving.export import export_lookup, write_untrained
     from specdistill.targets.files import TargetFiles
 
-    # Export the trained draft, or an untrained one that is written to a temporary folder first.
-    # With an untrained draft, the recipe names the target.
+    # Collect what every kind of export needs. With an untrained draft, the recipe names the target.
+    # The layout for llama.cpp goes by the name `gguf`.
     target = recipe.target if recipe else options.target
-    with tempfile.TemporaryDirectory() as temporary:
-        if recipe:
+    engine = ENGINES[options.engine].layouts or options.engine
+    output_dir = Path(options.output_dir)
+    target_files = (
+        TargetFiles(target.model, target.revision, target.adapter) if target.model else None
+    )
+    report = Path(options.report) if options.report else None
+    k = options.num_speculative_tokens
+
+    # Export a lookup, the trained draft, or an untrained one that is written to a temporary folder
+    # first.
+    if options.method:
+        kind = "the lookup"
+        exported = export_lookup(
+            options.method,
+            engine,
+            output_dir,
+            target_files,
+            report=report,
+            num_speculative_tokens=k,
+        )
+    elif recipe:
+        kind = "an untrained draft"
+        with tempfile.TemporaryDirectory() as temporary:
             draft = Path(temporary) / "draft"
             write_untrained(recipe, draft)
-        else:
-            draft = locate(str(options.draft), key="draft")
-        target_files = (
-            TargetFiles(target.model, target.revision, target.adapter) if target.model else None
-        )
+            exported = export_draft(
+                draft, engine, output_dir, target_files, report=report, num_speculative_tokens=k
+            )
+    else:
+        kind = "the draft"
+        draft = locate(str(options.draft), key="draft")
         exported = export_draft(
-            draft,
-            options.engine,
-            Path(options.output_dir),
-            target_files,
-            report=Path(options.report) if options.report else None,
-            num_speculative_tokens=options.num_speculative_tokens,
+            draft, engine, output_dir, target_files, report=report, num_speculative_tokens=k
         )
 
-    # Print where the exported draft is, and which file says how to serve it.
-    kind = "an untrained draft" if recipe else "the draft"
-    print(
-        f"Exported {kind} (method {exported.method}) for {options.engine} to {options.output_dir}."
-    )
-    print(f"How to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    # Print where the export is, and which file says how to serve it.
+    print(f"Exported {kind} (method {exported.method}) for {options.engine} to {output_dir}.")
+    print(f"How to serve it: {output_dir / 'SERVE.md'}")
     print_result(
         {"folder": options.output_dir, "engine": options.engine, "method": exported.method}
     )
@@ -91,9 +113,9 @@ def export(arguments: list[str]) -> int:
 def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | None]:
     """Return the options of an export, and with dry_run=true the recipe of the untrained draft.
 
-    An export is either of a trained draft (draft=PATH), or of an untrained one, to try an engine
-    (dry_run=true recipe=NAME). For an untrained draft, keys that are no options of this command
-    belong to the recipe.
+    An export is of a trained draft (draft=PATH), of a lookup (method=NAME), or of an untrained
+    draft, to try an engine (dry_run=true recipe=NAME). For an untrained draft, keys that are no
+    options of this command belong to the recipe.
 
     Args:
         arguments: the `key=value` arguments.
@@ -102,7 +124,7 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
         The options, and the recipe of the untrained draft. The recipe is None for a trained draft.
 
     Raises:
-        UserError: unless the arguments name exactly one of the two kinds of draft.
+        UserError: unless the arguments name exactly one of the three.
     """
     # recipe=NAME and dry_run=true are only allowed together.
     is_untrained = "dry_run=true" in arguments
@@ -118,24 +140,26 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
         )
 
     # Separate the options of this command from the keys of the recipe.
+    # The method of an untrained draft is a key of the recipe, too.
+    method_keys = [argument for argument in arguments if argument.startswith("method=")]
     options, recipe_keys = (
-        load_own_keys(ExportOptions, arguments)
+        load_own_keys(ExportOptions, [key for key in arguments if key not in method_keys])
         if is_untrained
         else (load_recipe(ExportOptions, arguments), [])
     )
 
-    # draft=PATH is required for a trained draft, and not allowed for an untrained one.
-    if (options.draft is None) != is_untrained:
+    # draft=PATH is required for a trained draft, and not allowed for an untrained one or a lookup.
+    if [options.draft is not None, options.method is not None, is_untrained].count(True) != 1:
         raise UserError(
             "draft",
             got=options.draft or "nothing",
             text=(
-                "draft: type draft=PATH of a trained draft, or dry_run=true with recipe=NAME for an"
-                " untrained one."
+                "draft: type either draft=PATH of a trained draft, or method=ngram for a lookup, or"
+                " dry_run=true with recipe=NAME for an untrained draft."
             ),
         )
 
     # A recipe requires `train.output_dir`, although an untrained draft is not written there.
     if not is_untrained:
         return options, None
-    return options, load_recipe(Recipe, [*recipe_keys, "train.output_dir=runs"])
+    return options, load_recipe(Recipe, [*recipe_keys, *method_keys, "train.output_dir=runs"])

@@ -36,6 +36,7 @@ from specdistill.methods.compatibility import Finding, check_draft
 from specdistill.methods.load import check_initialization, create_draft, find_method, load_method
 from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable
 from specdistill.methods.target_record import TEMPLATE, copy_record, save_draft
+from specdistill.recipe.load import validate_recipe
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.serving.engines import ENGINES
 from specdistill.serving.engines.engine import Engine, Layout, Served, Serving
@@ -48,6 +49,8 @@ SERVE_MD = Path(__file__).with_name("serve.md.j2")
 # The training data of a draft that is created before any data exist.
 NO_ROWS = Dataset.from_dict({column: [] for column in COLUMNS})
 RECIPE_DRAFT_NAME = "the recipe's draft"  # the name of an untrained draft in errors
+# Engines with lookups -> the names that users type, which are also names of rules (eval.ngram.rule).
+LOOKUP_ENGINES = {"vllm": "vllm", "gguf": "llama.cpp"}
 # K, if no report says which K was measured. A small K costs little where a draft accepts little.
 DEFAULT_NUM_TOKENS = 3
 
@@ -108,24 +111,14 @@ def export(
     lengths = () if num_speculative_tokens else draft_lengths(measured)
     drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or num_tokens)
 
-    # Engines other than llama.cpp load a GGUF target as its copy in safetensors. llama.cpp loads
-    # the GGUF file itself, but converts a head with the target's vocabulary, and so with the copy.
-    merges_adapter = target is not None and target.adapter and merges
-    gguf_file = target.gguf if target and not merges_adapter else None
+    # Write the folder. If anything fails, the merged target is removed, too. llama.cpp loads a GGUF
+    # target itself, but converts a head with the target's vocabulary, and so with the copy.
+    gguf_file = target.gguf if target and not (target.adapter and merges) else None
     reads_gguf = engine_facts.name == "gguf" and METHODS[method].standalone
-    if target is not None and gguf_file and not reads_gguf:
-        target = load_safetensors_target(target, drafting.get("dtype", Served.dtype))
-        drafting["revision"] = None
-
-    # Write the folder. If anything fails, the merged target is removed, too.
     with ExitStack() as cleanup, create_folder(output_dir) as folder:
-        if target is not None and merges_adapter:
-            merged_folder = output_dir.with_name(f"{output_dir.name}-target")
-            target = merge_target_adapter(
-                target, merged_folder, drafting.get("dtype", Served.dtype)
-            )
-            cleanup.callback(shutil.rmtree, target.name)
-            drafting["revision"] = None  # The merged target is a folder, which has no revision.
+        target = _prepare_target(
+            target, output_dir, drafting, cleanup, merges=merges, reads_gguf=reads_gguf
+        )
         load_method(method).export(draft, engine, layout, folder, target, drafting["num_tokens"])
         copy_record(draft, folder)
 
@@ -148,6 +141,179 @@ def export(
         (folder / "SERVE.md").write_text(text, encoding="utf-8")
         cleanup.pop_all()  # Everything is written, so the merged target stays.
     return served
+
+
+def export_lookup(
+    method: str,
+    engine: str,
+    output_dir: Path,
+    target: TargetFiles | None = None,
+    *,
+    report: Path | None = None,
+    num_speculative_tokens: int | None = None,
+) -> Served:
+    """Write SERVE.md for a lookup that an engine has built in, into a new folder.
+
+    A lookup has no weights, so the folder has no other file.
+
+    Args:
+        method: the name of a method that is not trained, e.g. `ngram`.
+        engine: the name of the engine, e.g. `vllm`.
+        output_dir: the new folder.
+        target: the target; None for a placeholder in the commands.
+        report: the report of the lookup, which gives its settings and K; None for the defaults.
+        num_speculative_tokens: K in the commands; None: K of the report.
+
+    Raises:
+        UserError: before anything is written, for an engine without this lookup.
+        ResourceError: if the Hub or the disk fails.
+    """
+    # Check the engine, and take K and the settings of the lookup from the report.
+    check_new(output_dir)
+    engine_facts = ENGINES[engine]
+    serving = _find_lookup_serving(engine, method)
+    measured = find_report(output_dir, report, method) if report else None
+    settings = measured["settings"] if measured else {}
+    lookup_settings = _read_lookup_settings(method, settings)
+    lengths = () if num_speculative_tokens else draft_lengths(measured)
+    measured_k = settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)
+    drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or measured_k)
+    drafting["lengths"] = ()  # An engine's lookup has one K, whatever the load.
+    _check_lookup_length(engine_facts, lookup_settings, drafting["num_tokens"])
+
+    # Write SERVE.md. If anything fails, the merged target is removed, too.
+    reads_gguf = engine_facts.name == "gguf"
+    gguf_file = target.gguf if target and not target.adapter else None
+    with ExitStack() as cleanup, create_folder(output_dir) as folder:
+        target = _prepare_target(target, output_dir, drafting, cleanup, reads_gguf=reads_gguf)
+        served = Served(
+            method=method,
+            output=Path(target.name if target else "TARGET"),
+            target=target.name if target else None,
+            config=lookup_settings,
+            serving=serving,
+            in_target=True,
+            gguf=str(gguf_file) if gguf_file else None,
+            **drafting,
+        )
+        note = _compare_lookup_rules(engine, lookup_settings) if measured else ""
+        text = serve_md(engine_facts, served, measured, lengths, note=note)
+        (folder / "SERVE.md").write_text(text, encoding="utf-8")
+        cleanup.pop_all()
+    return served
+
+
+def _find_lookup_serving(engine: str, method: str) -> Serving:
+    """Return how an engine is told to look tokens up.
+
+    Args:
+        engine: the name of the engine.
+        method: the name of a method that is not trained.
+
+    Raises:
+        UserError: for an engine without this lookup.
+    """
+    serving = METHODS[method].serving()
+    if engine not in serving:
+        raise UserError(
+            "engine",
+            got=f"{LOOKUP_ENGINES.get(engine, engine)} with method={method}",
+            expected=" or ".join(LOOKUP_ENGINES[name] for name in serving),
+        )
+    return serving[engine]
+
+
+def _read_lookup_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a lookup: those of its measurement, or else the recipe's defaults.
+
+    Args:
+        method: the name of a method that is not trained.
+        settings: the settings in the report; empty without a report.
+
+    Raises:
+        UserError: for a report of a running server, which does not say how it looks up.
+    """
+    if settings and "drafting" not in settings:
+        raise UserError(
+            "report",
+            got="a report of a running server, which does not say how it looks up",
+            expected="a report of specdistill, or of an engine that it started",
+        )
+    recipe = validate_recipe(
+        Recipe,
+        {"method": method, "target": {"model": "pico"}, "train": {"output_dir": "runs"}},
+    )
+    return {**vars(getattr(recipe.eval, method)), **settings.get("drafting", {})}
+
+
+def _check_lookup_length(engine: Engine, lookup_settings: Mapping[str, Any], k: int) -> None:
+    """Raise UserError for a K with which llama.cpp's lookup would draft nothing.
+
+    Args:
+        engine: the engine.
+        lookup_settings: the settings of the lookup; `max` is the length of n-grams.
+        k: K, draft tokens per round.
+    """
+    n = lookup_settings["max"]
+    if engine.name == "gguf" and n > k:
+        raise UserError(
+            "num_speculative_tokens",
+            got=k,
+            expected=(
+                f"at least {n}, the length of the n-grams: llama.cpp drafts only where as many"
+                " tokens follow"
+            ),
+        )
+
+
+def _compare_lookup_rules(engine: str, lookup_settings: Mapping[str, Any]) -> str:
+    """Say that an engine looks up by another rule than was measured; empty if it does not.
+
+    Args:
+        engine: the name of the engine.
+        lookup_settings: the settings of the measured lookup. Only n-gram lookup has several rules.
+    """
+    engine_rule = LOOKUP_ENGINES[engine]
+    measured_rule = lookup_settings.get("rule", engine_rule)
+    if measured_rule == engine_rule:
+        return ""
+    return (
+        f"It was measured with the rule of {measured_rule}, and {ENGINES[engine].title} has a rule"
+        f" of its own, which `eval.ngram.rule={engine_rule}` measures"
+    )
+
+
+def _prepare_target(
+    target: TargetFiles | None,
+    output_dir: Path,
+    drafting: dict[str, Any],
+    cleanup: ExitStack,
+    *,
+    merges: bool = True,
+    reads_gguf: bool,
+) -> TargetFiles | None:
+    """Return the target as an engine loads it: with its adapter merged, or as a copy of its GGUF.
+
+    Args:
+        target: the target; None if it is not known.
+        output_dir: the folder of the export. A merged target is written to `<output_dir>-target`.
+        drafting: the fields of `Served` so far. A new folder has no `revision`.
+        cleanup: gets a callback that removes the merged target.
+        merges: whether to merge an adapter.
+        reads_gguf: whether the engine loads a GGUF target as it is.
+    """
+    if target is None:
+        return None
+    dtype = drafting.get("dtype", Served.dtype)
+    if target.adapter and merges:
+        merged_folder = output_dir.with_name(f"{output_dir.name}-target")
+        target = merge_target_adapter(target, merged_folder, dtype)
+        cleanup.callback(shutil.rmtree, target.name)
+        drafting["revision"] = None
+    elif target.gguf and not reads_gguf:
+        target = load_safetensors_target(target, dtype)
+        drafting["revision"] = None
+    return target
 
 
 def _check_token_replacements(settings: Mapping[str, Any], engine: str, draft: Path) -> None:
@@ -429,9 +595,9 @@ def serve_md(
     report: phrases.Report | None,
     lengths: Sequence[DraftLength],
     findings: Sequence[Finding] = (),
-    engines: str = "",
+    note: str = "",
 ) -> str:
-    """Return the text of SERVE.md, which says how to serve an exported draft.
+    """Return the text of SERVE.md, which says how to serve an exported draft or a lookup.
 
     Args:
         engine: the engine that serves.
@@ -439,7 +605,7 @@ def serve_md(
         report: the report of the draft; None if there is none.
         lengths: the best K for each load (sequences at once); may be empty.
         findings: the findings of the check of the draft against its target.
-        engines: a sentence about which engines serve such a draft; empty if all of them do.
+        note: what to know before serving, a sentence without its full stop; empty if nothing.
     """
     # Fill the dtype and the tokens of one sequence into the engine's flags, and those of four
     # sequences, which stand for several requests at once.
@@ -460,7 +626,7 @@ def serve_md(
     takes_lengths = engine.serve_command(served) != command_without_lengths
 
     # Render the template, with the reasons against serving.
-    caveats = [f"{engines}."] if engines else []
+    caveats = [f"{note}."] if note else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -469,6 +635,7 @@ def serve_md(
         version=specdistill.__version__,
         engine=engine,
         served=served,
+        is_lookup=served.method in METHODS and not METHODS[served.method].is_trained,
         report=report,
         caveats=[*caveats, *list_caveats(report, engine, served.num_tokens)],
         findings=findings,

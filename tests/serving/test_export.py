@@ -22,7 +22,7 @@ from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.target_record import SECTION, TEMPLATE, save_draft
 from specdistill.serving.engines import ENGINES
 from specdistill.serving.engines.engine import Served
-from specdistill.serving.export import export, serve_md
+from specdistill.serving.export import export, export_lookup, serve_md
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.finished_runs import edit
@@ -170,7 +170,7 @@ def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -
         "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": "6",
     }
-    assert "TARGET stands for the draft's target" in text
+    assert "TARGET stands for the target" in text
 
 
 def test_speculators_folder_is_served_as_it_is(folder: Path, tmp_path: Path) -> None:
@@ -645,3 +645,64 @@ def test_a_gguf_target_is_named_itself_or_by_its_copy(
         AutoTokenizer.from_pretrained(copy)("def f(x):").input_ids
         == target.tokenizer("def f(x):").input_ids
     )
+
+
+def write_lookup_report(folder: Path, k: int, **drafting: object) -> Path:
+    folder.mkdir()
+    measured = report("ngram", num_speculative_tokens=k, drafting=drafting)
+    (folder / "report.json").write_text(json.dumps(measured))
+    return folder
+
+
+def test_a_lookup_is_served_by_vllm_as_it_was_measured(tmp_path: Path) -> None:
+    measured = write_lookup_report(tmp_path / "lookup", 6, min=2, max=5, lookup="sequence")
+    arguments = ["method=ngram", "engine=vllm", "target=pico", f"report={measured}"]
+    assert main(["export", *arguments, f"output_dir={tmp_path / 'out'}"]) == 0
+    words, text = served(tmp_path / "out")
+    assert words[:4] == ["vllm", "serve", str(PICO), "--speculative-config"]
+    assert json.loads(words[4]) == {
+        "method": "ngram",
+        "num_speculative_tokens": 6,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+    }
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["SERVE.md"]
+    assert "`eval.ngram.rule=vllm` measures" in text and "2.89" in text and "draft was" not in text
+
+
+def test_a_lookup_has_the_number_of_tokens_that_its_report_recommends(tmp_path: Path) -> None:
+    measured = report("ngram", num_speculative_tokens=6, drafting={"min": 1, "max": 3})
+    measured["results"] += [of_k(measured["results"][0], 4) | {"speedup": 5.0}]
+    (tmp_path / "report.json").write_text(json.dumps(measured))
+    exported = export_lookup("ngram", "vllm", tmp_path / "out", report=tmp_path)
+    assert exported.num_tokens == 4 and "vllm serve TARGET" in served(tmp_path / "out")[1]
+
+
+def test_a_lookup_is_served_by_llama_cpp_without_a_draft(tmp_path: Path) -> None:
+    measured = write_lookup_report(tmp_path / "lookup", 4, min=2, max=2, rule="llama.cpp")
+    arguments = ["method=ngram", "engine=llama.cpp", "target=pico", f"report={measured}"]
+    assert main(["export", *arguments, f"output_dir={tmp_path / 'out'}"]) == 0
+    words, text = served(tmp_path / "out")
+    # the flags with which tests/with_engines starts llama.cpp's lookup
+    assert shlex.join(words) == (
+        "llama-server -m target.gguf --spec-type ngram-simple --spec-ngram-simple-size-n 2"
+        " --spec-ngram-simple-size-m 4"
+    )
+    assert text.count("convert_hf_to_gguf.py") == 1 and "rule of its own" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["method=ngram", "engine=sglang"], "engine"),
+        (["method=suffix", "engine=llama.cpp"], "engine"),
+        (["method=ngram", "engine=vllm", "draft=x"], "draft"),
+        (["method=eagle3", "engine=vllm"], "method"),
+        (["method=ngram", "engine=llama.cpp", "num_speculative_tokens=2"], "num_speculative_tokens"),
+    ],
+)
+def test_a_lookup_that_an_engine_lacks_writes_nothing(
+    arguments: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "target=pico", *arguments, f"output_dir={tmp_path / 'out'}"]) == 2
+    assert refused_key(capsys.readouterr().err) == key and not (tmp_path / "out").exists()

@@ -162,6 +162,8 @@ def measure_in_engine(
     )
     if config.lookup_first:
         report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
+    if not METHODS[recipe.method].is_trained and not config.server:
+        report["settings"]["drafting"] = _describe_lookup(recipe)
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens)
     return report, records
 
@@ -291,6 +293,15 @@ def _plan_requests(
     # A prompt that is in no cluster counts as a cluster of its own.
     print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
     return task
+
+
+def _describe_lookup(recipe: Recipe) -> dict[str, object]:
+    """Return the settings of the lookup that an engine was started with, for the report."""
+    # An engine looks n-grams up by its own rule, also where the recipe has the default one.
+    lookup_settings = dict(vars(getattr(recipe.eval, recipe.method)))
+    if "rule" in lookup_settings:
+        lookup_settings["rule"] = recipe.eval.engine
+    return lookup_settings
 
 
 def _name_target(target: TargetConfig) -> str:

@@ -145,6 +145,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
 def serve_command(served: Served) -> str:
     """Return the shell lines that convert target and draft to GGUF files and start the server.
 
+    A target that is a GGUF file already is not converted, and a lookup has no draft to convert.
+
     Args:
         served: the facts that the commands are built from.
     """
@@ -155,8 +157,8 @@ def serve_command(served: Served) -> str:
     if served.revision and served.gguf is None:
         target = f'"$(hf download {target} --revision {served.revision})"'
 
-    # Convert the draft. Before it, convert the target, unless the target is a GGUF file already.
-    commands = [convert(served, output, target)]
+    # Convert the draft. Before it, convert the target.
+    commands = [convert(served, output, target)] if served.serving.layout else []
     if served.gguf is None:
         commands.insert(
             0, f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"

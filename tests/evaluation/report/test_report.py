@@ -370,7 +370,12 @@ def test_a_warning_says_whether_its_rule_is_missed_undecided_or_without_evidence
     rules = [
         {"metric": "acceptance_rate", "min": 0.9, "severity": "warn"},
         {"metric": "acceptance_rate", "min": 0.45, "severity": "warn"},
-        {"metric": "acceptance_rate", "min": 0.5, "severity": "warn", "scope": {"category": "none"}},
+        {
+            "metric": "acceptance_rate",
+            "min": 0.5,
+            "severity": "warn",
+            "scope": {"category": "none"},
+        },
     ]
     judged = judge([read_rule("gate", rule) for rule in rules], Evidence(report, records))
     missed, undecided, unknown = phrases.list_warnings(judged)
