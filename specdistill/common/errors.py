@@ -7,13 +7,16 @@ import logging
 import os
 import re
 import select
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from types import FrameType
 
 from pydantic_core import ValidationError
 
@@ -25,6 +28,7 @@ logger = logging.getLogger("specdistill")  # the logger of all messages of the p
 MAX_ERROR_CHARACTERS = 900
 MAX_QUOTED_CHARACTERS = 300
 STDOUT = 1  # the file descriptor of stdout
+RESUMES = "the same command resumes"  # the end of the line about an interruption
 # If all processes of a launch fail in the same way, only the first should print the error. The
 # others wait this many seconds. Meanwhile the first process ends, and the launcher then ends the
 # others. The time is long enough for a busy machine.
@@ -167,6 +171,32 @@ def make_unused_key_error(
 
 
 @contextmanager
+def announce_resumption() -> Iterator[None]:
+    """Say that the same command resumes, if Ctrl-C or SIGTERM ends a `with` block.
+
+    Without this, SIGTERM would end the process without a word. The exit code stays the same, 143.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # Shells use this exit code for a signal.
+
+    # Only the main thread may handle signals. The first process of a launch speaks for all.
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGTERM, end) if is_main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(RESUMES) from None
+    except SystemExit:
+        if os.environ.get("RANK", "0") == "0":
+            logger.error(f"terminated; {RESUMES}")
+        raise
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def convert_errors(
     kinds: type[Exception] | tuple[type[Exception], ...],
     key: str,
@@ -276,7 +306,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     if debug:
         logger.error("".join(traceback.format_exception(error)))
     if isinstance(error, KeyboardInterrupt):
-        logger.error("interrupted")
+        # `announce_resumption` adds what the user can do.
+        logger.error("; ".join(["interrupted", *error.args]))
         return ExitCode.INTERRUPTED
 
     # A path may be too long for the file system. Any code that looks at a path can raise this

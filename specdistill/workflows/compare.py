@@ -5,7 +5,7 @@ The drafts take turns prompt by prompt, so that a slow minute of the machine aff
 
 from pathlib import Path
 
-from specdistill.common.errors import UserError
+from specdistill.common.errors import UserError, announce_resumption
 from specdistill.evaluation.comparison.candidates import measure_candidates
 from specdistill.evaluation.comparison.compare import compare
 from specdistill.evaluation.comparison.options import CommonOptions
@@ -33,7 +33,8 @@ def compare_drafts(options: CommonOptions) -> dict[str, object]:
     # Measure all drafts in turns. Every decoded batch is cached in the folder, so that the same
     # command, typed again after an interruption, continues from there.
     try:
-        candidates = measure_candidates(options, folder / CACHE_FOLDER)
+        with announce_resumption():
+            candidates = measure_candidates(options, folder / CACHE_FOLDER)
     except UserError as error:
         # Errors of the measurement name keys as in a recipe, such as `eval.num_prompts`. In this
         # command the same key is called `num_prompts`.

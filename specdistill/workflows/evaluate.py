@@ -1,9 +1,11 @@
 """Measure a draft by decoding with it, judge the report by a gate, and write its pages."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from specdistill.common.errors import announce_resumption
 from specdistill.common.processes import is_first
 from specdistill.evaluation.gate.decide import FIRST_RELEASE, Evidence, judge, read_baseline
 from specdistill.evaluation.gate.rules import load_gate
@@ -41,8 +43,10 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
 
     # Measure. Every decoded batch is cached next to the report, so that the same command, typed
-    # again after an interruption, continues from there.
-    report, records = measure_recipe(recipe, folder)
+    # again after an interruption, continues from there. Answers of an engine are not cached.
+    is_cached = config.engine == "specdistill"
+    with announce_resumption() if is_cached else nullcontext():
+        report, records = measure_recipe(recipe, folder)
 
     # Judge the report. The digest is a hash of the measured results only, so it is computed before
     # the verdict is added to the report.

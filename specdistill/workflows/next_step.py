@@ -9,11 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdistill.common.errors import UserError
+from specdistill.methods import METHODS
 from specdistill.recipe.load import list_consent_keys, merge_values
+from specdistill.serving.engines import ENGINES
 
 # Patterns of the file that each run writes first, `<train.output_dir>/run/recipe.yaml`. They cover
 # the folders that the documentation and the bundled recipes use, below the working directory.
 RECIPE_PATTERNS = ("*/run/recipe.yaml", "runs/*/run/recipe.yaml", "runs/*/*/run/recipe.yaml")
+# Patterns of the report of a lookup, which has no run: `eval method=ngram output_dir=runs/lookup`.
+LOOKUP_PATTERNS = ("*/report.json", "runs/*/report.json")
 # What to type in a folder without runs. The commands are printed as they are, with their comments.
 FIRST_COMMANDS = [
     (
@@ -29,6 +34,8 @@ NextStep = tuple[str, list[str]]
 
 def describe_next_step() -> NextStep:
     """Describe the newest run below the working directory, and how to continue it.
+
+    Without a run of a draft, the newest measurement of a lookup is described.
 
     Returns:
         A sentence about the state of the run, and the commands that continue it.
@@ -47,7 +54,63 @@ def describe_next_step() -> NextStep:
         # A recipe without a target trained no draft, but the bundled target pico itself.
         if "target" in recipe:
             return describe_after(run, recipe)
-    return "There is no run here yet.", FIRST_COMMANDS
+    return _describe_measured_lookup() or ("There is no run here yet.", FIRST_COMMANDS)
+
+
+def _describe_measured_lookup() -> NextStep | None:
+    """Describe the newest measurement of a lookup; return None if no lookup was measured."""
+    reports: set[Path] = set()
+    for pattern in LOOKUP_PATTERNS:
+        reports.update(Path().glob(pattern))
+    if not reports:
+        return None
+
+    # This module imports scipy, so it is imported only here.
+    from specdistill.evaluation.report.files import read_document
+
+    for path in sorted(reports, key=_read_modification_time, reverse=True):
+        try:
+            report = read_document(path)
+        except UserError:
+            continue  # Other programs write files of this name, too.
+        method = report["draft"]["method"]
+        if method in METHODS and not METHODS[method].is_trained and not report.get("incomplete"):
+            return _describe_lookup(path.parent, report)
+    return None
+
+
+def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
+    """Describe the measurement of a lookup, with commands to serve it or to beat it.
+
+    Args:
+        folder: the folder of the report.
+        report: the content of report.json.
+    """
+    # This module imports scipy, so it is imported only here.
+    from specdistill.evaluation.report import phrases
+
+    # The report names an adapter after the target. It names the engine that was measured, if any.
+    model, _, adapter = report["target"]["model"].partition(" + ")
+    revision = report["target"]["revision"]
+    target = {"model": model, "revision": revision, "adapter": adapter}
+    target_keys = _list_target_keys({"target": target})
+    measured_engine = report.get("engine", {}).get("name")
+    engine = measured_engine if measured_engine in ENGINES else "vllm"
+
+    method = report["draft"]["method"]
+    row = report["results"][0]
+    gain = phrases.format_gain(row) if "speedup" in row else "no speedup measured"
+    return f"{folder} measured {method} lookup: {gain}. Serve it, or train a draft to beat it:", [
+        _format_command(
+            "export",
+            f"method={method}",
+            f"engine={engine}",
+            *target_keys,
+            f"report={folder}",
+            f"output_dir={folder}-{engine}",
+        ),
+        _format_command("plan", *target_keys),
+    ]
 
 
 def describe_after(run: Path, recipe: Mapping[str, Any]) -> NextStep:

@@ -1,6 +1,7 @@
 import doctest
 import pickle
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from specdistill.common.errors import (
     ExitCode,
     ResourceError,
     UserError,
+    announce_resumption,
     find_nearest,
     run_and_report,
 )
@@ -49,6 +51,30 @@ def test_what_nobody_foresaw_is_a_line_and_a_file(capsys: pytest.CaptureFixture[
     log = Path(line.rpartition(" ")[2])
     assert "in broken" in log.read_text(encoding="utf-8")
     log.unlink()
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "code"),
+    [
+        (signal.SIGINT, "interrupted; the same command resumes", 130),
+        (signal.SIGTERM, "terminated; the same command resumes", 143),
+    ],
+)
+def test_a_signal_ends_what_resumes_with_a_line_that_says_so(
+    number: signal.Signals, line: str, code: int, capsys: pytest.CaptureFixture[str]
+):
+    def measure() -> int:
+        with announce_resumption():
+            signal.raise_signal(number)
+        return 0
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ended_with = run_and_report(measure)
+    except SystemExit as error:
+        ended_with = error.code
+    assert (ended_with, capsys.readouterr().err) == (code, f"{line}\n")
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_reader_who_has_seen_enough_ends_a_command_quietly():

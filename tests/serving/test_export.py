@@ -698,7 +698,10 @@ def test_a_lookup_is_served_by_llama_cpp_without_a_draft(tmp_path: Path) -> None
         (["method=suffix", "engine=llama.cpp"], "engine"),
         (["method=ngram", "engine=vllm", "draft=x"], "draft"),
         (["method=eagle3", "engine=vllm"], "method"),
-        (["method=ngram", "engine=llama.cpp", "num_speculative_tokens=2"], "num_speculative_tokens"),
+        (
+            ["method=ngram", "engine=llama.cpp", "num_speculative_tokens=2"],
+            "num_speculative_tokens",
+        ),
     ],
 )
 def test_a_lookup_that_an_engine_lacks_writes_nothing(

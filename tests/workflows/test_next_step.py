@@ -85,6 +85,26 @@ def test_without_a_run(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
     assert said(capsys)[1] == ["specdistill demo", "specdistill plan target=path/to/model"]
 
 
+def test_after_a_measured_lookup(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+    del in_empty_folder
+    foreign = Path("results") / "report.json"
+    foreign.parent.mkdir()
+    foreign.write_text("{}", encoding="utf-8")
+    records = simulate(24)
+    lookup = {"method": "ngram", "model": None, "revision": None}
+    report = simulated_report(records, draft=lookup)
+    write_report(Path("runs/lookup"), report, records)
+    sentence, found = said(capsys)
+    assert "runs/lookup" in sentence and f"{report['results'][0]['speedup']:.2f}×" in sentence
+    assert found == [
+        "specdistill export method=ngram engine=vllm target=pico report=runs/lookup"
+        " output_dir=runs/lookup-vllm",
+        "specdistill plan target=pico",
+    ]
+    interrupted("runs/mine")
+    assert said(capsys)[1] == [TRAIN]
+
+
 TRAIN, EVAL = (f"specdistill {verb} recipe=runs/mine/run/recipe.yaml" for verb in ("train", "eval"))
 DOCTOR = "specdistill doctor draft=runs/mine/draft target=models/mine"
 EXPORT = (
