@@ -173,7 +173,7 @@ VERBS = {
         "methods.recipe:Recipe cli.launch:LaunchOptions",
         "method target.model eval.draft eval.suite eval.num_prompts eval.max_new_tokens"
         " eval.num_speculative_tokens eval.temperature eval.batch_size eval.engine eval.server"
-        " eval.baseline eval.output_dir gate launch num_processes",
+        " eval.baseline eval.output_dir eval.quick gate launch num_processes",
         SHORTHANDS,
     ),
     "compare": Verb(
@@ -181,7 +181,7 @@ VERBS = {
         "evaluation.comparison.options:CompareOptions"
         " evaluation.comparison.published:PublishedOptions",
         "target.model drafts suite num_prompts max_new_tokens num_speculative_tokens temperature"
-        " batch_size repeats output_dir published report",
+        " batch_size repeats quick output_dir published report",
         COMPARE,
     ),
     "gate": Verb(gate, "evaluation.gate.decide:GateOptions"),

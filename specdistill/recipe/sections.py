@@ -603,6 +603,10 @@ class SweepConfig(Section):
     )
 
 
+# The most that a quick look (`quick: true`) measures.
+QUICK_LIMITS = {"num_prompts": 8, "max_new_tokens": 32, "repeats": 1, "warmup": 1}
+
+
 class MeasurementConfig(Section):
     """The settings by which prompts are decoded to measure a draft, in every command.
 
@@ -682,6 +686,28 @@ class MeasurementConfig(Section):
         condition=DECODING_IN_PROCESS,
     )
     seed: int = option(0, "seed of sampling, and of the bootstrap for confidence intervals", ge=0)
+    quick: bool = option(
+        False,
+        f"a quick look that cannot pass a gate: at most {QUICK_LIMITS['num_prompts']} prompts of at"
+        f" most {QUICK_LIMITS['max_new_tokens']} tokens, one repetition, no test of sampling",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_quick_look(cls, values: object) -> object:
+        """Lower the settings of a quick look to QUICK_LIMITS, whatever its recipe sets."""
+        if not isinstance(values, Mapping) or values.get("quick") is not True:
+            return values
+        limited = dict(values)
+        for name, limit in QUICK_LIMITS.items():
+            value = limited.get(name)
+            if value is None or (isinstance(value, int) and value > limit):
+                limited[name] = limit
+
+        # An engine has no test of sampling that could be left out.
+        if values.get("engine", "specdistill") == "specdistill":
+            limited["sampling_draws"] = 0
+        return limited
 
     @model_validator(mode="after")
     def _check_lookups(self) -> "MeasurementConfig":

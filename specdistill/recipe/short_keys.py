@@ -21,6 +21,7 @@ SHORTHANDS = {
     "draft": "eval.draft",
     "suite": "eval.suite",
     "output_dir": "eval.output_dir",
+    "quick": "eval.quick",
 }
 TRAIN = {**TARGET, "suite": "eval.suite", "output_dir": "train.output_dir"}  # also of data
 # `compare` has the keys of `eval:` without their prefix; `eval.*` is accepted, too.

@@ -49,7 +49,7 @@ SERVE_MD = Path(__file__).with_name("serve.md.j2")
 # The training data of a draft that is created before any data exist.
 NO_ROWS = Dataset.from_dict({column: [] for column in COLUMNS})
 RECIPE_DRAFT_NAME = "the recipe's draft"  # the name of an untrained draft in errors
-# Engines with lookups -> the names that users type, which are also names of rules (eval.ngram.rule).
+# Engines with lookups -> the names that users type. Values of `eval.ngram.rule` have these names.
 LOOKUP_ENGINES = {"vllm": "vllm", "gguf": "llama.cpp"}
 # K, if no report says which K was measured. A small K costs little where a draft accepts little.
 DEFAULT_NUM_TOKENS = 3

@@ -199,10 +199,12 @@ def _describe_inconclusive_run(
 
     # Each rule of the gate that cannot decide estimates how many prompts would be enough. If the
     # suite has as many, measure more of its prompts. If it has fewer, or if no rule has an
-    # estimate, the user needs a larger suite.
+    # estimate, the user needs a larger suite. A quick look is followed by the whole measurement.
     rules = report["gate"]["rules"]
     estimates = [rule["prompts_needed"] for rule in rules if rule["prompts_needed"]]
-    if estimates and max(estimates) <= report["suite"]["num_prompts"]:
+    if report["settings"].get("quick"):
+        command = _format_command("eval", *eval_keys)
+    elif estimates and max(estimates) <= report["suite"]["num_prompts"]:
         command = _format_command("eval", *eval_keys, f"eval.num_prompts={max(estimates)}")
     else:
         command = _format_command("eval", *run_keys, "eval.suite=path/to/more/prompts.jsonl")

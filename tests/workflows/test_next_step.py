@@ -215,3 +215,11 @@ def test_a_report_that_cannot_be_read_is_one_line(run: Path, capsys: pytest.Capt
     (run / "report" / "report.json").write_text("{", encoding="utf-8")
     assert main([]) == 2
     assert refused_key(capsys.readouterr().err) == "report"
+
+
+def test_a_quick_look_is_followed_by_the_whole_measurement(
+    run: Path, capsys: pytest.CaptureFixture[str]
+):
+    settings = simulated_report(simulate(24))["settings"] | {"quick": True}
+    measured(run, PASSES, settings=settings)
+    assert said(capsys)[1] == [f"{EVAL} eval.suite=path/to/prompts.jsonl"]

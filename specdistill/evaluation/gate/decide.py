@@ -63,6 +63,7 @@ SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
 NUM_IDS_SHOWN = 3  # the most ids of prompts in an error, so that it fits into one line
 # What an error says was expected of the key `baseline`.
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
+QUICK = "a quick look decides no rule"  # the reason of rules, if the report has `quick: true`
 FIRST_RELEASE = "none"  # the value of `baseline` if there is no earlier report to compare with
 
 Verdict = Literal["passed", "failed", "inconclusive"]
@@ -280,7 +281,7 @@ def decide(
     """Decide whether a report passes a gate: each of its rules, and the gate as a whole.
 
     If the measurement was cut short, or if the report was edited, the gate fails whatever its rules
-    say: a rule `incomplete` or `digest` is added, which has failed.
+    say: a rule `incomplete` or `digest` is added, which has failed. A quick look decides no rule.
 
     Args:
         rules: the rules of the gate.
@@ -300,6 +301,15 @@ def decide(
         rule for rule in rules if not (first_release and rule.requirement == "max_regression")
     ]
     results = [_decide_rule(rule, estimate(rule, evidence, baseline)) for rule in applicable_rules]
+
+    # Leave every rule that counts undecided if this was only a quick look.
+    is_quick = bool(evidence.report["settings"].get("quick"))
+    for result in results:
+        if is_quick and result["severity"] != "warn":
+            result["verdict"] = "inconclusive"
+            result["passed"] = False
+            result["reason"] = QUICK
+            result["prompts_needed"] = None
 
     # Add a failed rule for a run that was cut short, and for a report that was edited.
     if evidence.report.get("incomplete"):
@@ -327,7 +337,7 @@ def decide(
     verdict: Verdict = "passed"
     if "failed" in verdicts:
         verdict = "failed"
-    elif "inconclusive" in verdicts:
+    elif "inconclusive" in verdicts or is_quick:
         verdict = "inconclusive"
     return {
         "verdict": verdict,

@@ -35,6 +35,7 @@ class Settings:
         tree: the shape of the tree that is drafted; None drafts a chain.
         context_bucket: the length to which the prompts were cut (see `Configuration`).
         compile: whether the target's passes are compiled (see `Decoder`).
+        quick: whether this is a quick look, which cannot pass a gate.
 
     Raises:
         UserError: for a K that is not the depth of the tree, and for `compile` with a tree or a
@@ -51,6 +52,7 @@ class Settings:
     tree: TreeShape | None = None
     context_bucket: str = ALL_PROMPTS
     compile: bool = False
+    quick: bool = False
 
     def __post_init__(self) -> None:
         # With a tree, K is the depth of the tree.
@@ -103,6 +105,7 @@ class Settings:
             "seed": self.seed,
             "warmup": self.warmup,
             "repeats": self.repeats,
+            **({"quick": True} if self.quick else {}),
         }
 
     @classmethod
@@ -124,6 +127,7 @@ class Settings:
             batch_size=section.batch_size,
             tree=tree,
             compile=section.compile,
+            quick=section.quick,
         )
 
 

@@ -287,6 +287,8 @@ def describe_undecided(report: Report) -> str:
     """
     if report["gate"]["verdict"] != "inconclusive":
         return ""
+    if report["settings"].get("quick"):
+        return "A quick look cannot pass a gate: measure without quick=true."
     rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     names = ", ".join(dict.fromkeys(map(name_metric, rules)))
 
@@ -679,7 +681,14 @@ def format_shared_settings(*reports: Report) -> str:
         if len(values_of_k) == 1
         else f"K = {values_of_k[0]} to {values_of_k[-1]}"
     )
-    return " · ".join((k, _format_sampling(settings), suite, first["hardware"]["name"]))
+    parts = (
+        "quick look" if settings.get("quick") else "",
+        k,
+        _format_sampling(settings),
+        suite,
+        first["hardware"]["name"],
+    )
+    return " · ".join(filter(None, parts))
 
 
 def list_settings(settings: Settings) -> str:

@@ -474,6 +474,9 @@ class SettingsDocument(DocumentBase):
     repeats: Annotated[
         AtLeastOne, describe_field("timed repetitions; of each round the lower median counts")
     ]
+    quick: NotRequired[
+        Annotated[bool, describe_field("a quick look, which no gate passes; absent: false")]
+    ]
 
     # Earlier versions wrote these two keys. They are read, so that old reports can be compared.
     interim_analyses: NotRequired[

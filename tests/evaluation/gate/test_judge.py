@@ -1,9 +1,15 @@
 import pytest
 
-from specdistill.evaluation.gate.decide import Evidence, build_changes
+from specdistill.evaluation.gate.decide import Evidence, build_changes, decide, judge
+from specdistill.evaluation.gate.rules import read_rule
 from specdistill.evaluation.report import tables
 from specdistill.evaluation.report.files import validate_report
-from specdistill.evaluation.report.phrases import describe_baseline, find_direction
+from specdistill.evaluation.report.phrases import (
+    describe_baseline,
+    describe_failed_rules,
+    find_direction,
+    format_settings,
+)
 from tests.simulated import DRAFT_STEP, edited, simulate, simulated_report
 
 
@@ -84,3 +90,14 @@ def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower)
     validate_report({**slower.report, "baseline": section})
     assert section["changes"] == []
     assert "suite_version 0" in describe_baseline({"baseline": section})
+
+
+def test_a_quick_look_cannot_pass_a_gate(evidence):
+    rule = read_rule("gate", {"metric": "mean_acceptance_length", "min": 1.0})
+    assert decide([rule], evidence)["verdict"] == "passed"
+    quick = Evidence(edited(evidence.report, ("settings", "quick"), True), evidence.records)
+    judged = judge([rule], quick)
+    validate_report(judged)
+    assert judged["gate"]["verdict"] == judged["gate"]["rules"][0]["verdict"] == "inconclusive"
+    assert "without quick=true" in describe_failed_rules(judged)
+    assert format_settings(judged).startswith("quick look · ")

@@ -1,9 +1,13 @@
 """Which configurations are measured."""
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.evaluation.comparison.options import CompareOptions
 from specdistill.evaluation.measurement.configurations import (
     MeasurementPlan,
     Settings,
@@ -11,7 +15,9 @@ from specdistill.evaluation.measurement.configurations import (
 )
 from specdistill.evaluation.statistics.records import Configuration
 from specdistill.evaluation.suites.suite import Prompt
-from specdistill.recipe.sections import SweepConfig, TreeConfig
+from specdistill.recipe.fields import Section
+from specdistill.recipe.load import validate_recipe
+from specdistill.recipe.sections import EvalConfig, SweepConfig, TreeConfig
 from tests.refusals import refused
 
 PROMPTS = [
@@ -77,3 +83,20 @@ def test_one_shape_is_compiled():
         plan_configurations(main, SweepConfig(batch_size=[2]), {})
     with refused("eval.compile", "true with a tree"):
         plan_configurations(main, SweepConfig(tree=[TreeConfig(branching=[2, 1])]), {})
+
+
+@pytest.mark.parametrize("typed", [{}, {"max_new_tokens": 500, "repeats": 9, "num_prompts": 4}])
+@pytest.mark.parametrize("schema", [EvalConfig, CompareOptions])
+def test_a_quick_look_is_small_in_every_command(schema: type[Section], typed: dict[str, int]):
+    required = {"target": {"model": "pico"}, "drafts": ["ngram", "suffix"], "output_dir": "out"}
+    values = {name: required[name] for name in required if name in schema.model_fields}
+    config: Any = validate_recipe(schema, {**values, **typed, "quick": True})
+    settings = Settings.from_section(config)
+    assert (settings.max_new_tokens, settings.repeats, settings.warmup) == (32, 1, 1)
+    assert (config.num_prompts, config.sampling_draws) == (typed.get("num_prompts", 8), 0)
+    assert settings.described["quick"] is True
+
+
+def test_a_quick_look_at_an_engine_leaves_out_what_only_decoding_here_has():
+    config = validate_recipe(EvalConfig, {"quick": True, "engine": "vllm"})
+    assert (config.num_prompts, config.sampling_draws) == (8, None)
