@@ -38,7 +38,10 @@ def test_an_interrupted_command_is_one_line(
     monkeypatch.setattr(FrozenTarget, "load", interrupt)
     assert main(["data", "recipe=pico/eagle3"]) == 130
     assert main(["eval", "method=ngram", "target.model=pico", "eval.suite=pico"]) == 130
-    assert capfd.readouterr().err.splitlines()[-2:] == ["interrupted", "interrupted"]
+    assert capfd.readouterr().err.splitlines()[-2:] == [
+        "interrupted",
+        "interrupted; the same command resumes",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +71,8 @@ def test_an_interrupted_command_is_one_line(
             "data.max_seq_length: .*did you mean data.max_length\\?",
         ),
         (
-            "export engine=llama.cpp draft=a output_dir=b",
-            "engine: got 'llama.cpp', .*did you mean gguf\\?",
+            "export engine=llama_cpp draft=a output_dir=b",
+            "engine: got 'llama_cpp', .*did you mean gguf\\?",
         ),
         (
             (
