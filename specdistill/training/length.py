@@ -51,7 +51,7 @@ def count_steps(train: Mapping[str, Any], num_rows: int | None, num_processes: i
         return max_steps
     if num_rows is None:
         return None
-    num_epochs = train.get("num_train_epochs", TrainingArguments.num_train_epochs)
+    num_epochs: float = train.get("num_train_epochs", TrainingArguments.num_train_epochs)
     return math.ceil(num_epochs * _count_epoch_steps(train, num_rows, num_processes))
 
 
