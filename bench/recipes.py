@@ -28,12 +28,14 @@ from specdistill.cli.command import run
 from specdistill.common.errors import ExitCode
 from specdistill.common.progress import PREPARED_BYTES
 from specdistill.common.project import RECIPES, ROOT
+from specdistill.data.produce.job import estimate_rows
 from specdistill.evaluation.report.text import format_table
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED_MARK, load_recipe, merge_values
+from specdistill.training.length import count_steps
 
 # The recorded numbers, and the page with their table.
 RECORD = Path(__file__).with_name("results") / "recipes.json"
@@ -43,6 +45,9 @@ PAGE = ROOT / "docs" / "recipes.md"
 COMPUTED_LINE = re.compile(r"^# Computed: .*$", re.MULTILINE)
 TARGET_ITEMSIZE = 2  # bytes of a weight in bfloat16
 CHECKPOINTS = 2  # the best and the last one are kept
+# Without packing each answer has a row of its own, so the number of rows is not known before the
+# answers are generated. The hours of such a recipe are those of this many answers.
+NUM_ANSWERS = 10_000
 HEAD = (
     "recipe",
     "target",
@@ -67,11 +72,12 @@ class RecipeSettings(TypedDict):
         shard: how the processes share the target; None if they do not.
         is_stored: whether hidden states are stored, so that no step runs the target's layers.
         is_packed: whether several documents share a row.
+        validation_fraction: the share of the rows that is held out.
         rows: rows of a micro-batch.
         gradient_accumulation_steps: micro-batches of a step.
         max_length: tokens of a row.
         num_tokens: tokens of the training data.
-        max_steps: optimizer steps.
+        num_train_epochs: passes over the training data.
         ttt_steps: steps of the unroll; 1 for methods without one.
         draft: the other keys of the section `draft`.
     """
@@ -84,11 +90,12 @@ class RecipeSettings(TypedDict):
     shard: str | None
     is_stored: bool
     is_packed: bool
+    validation_fraction: float
     rows: int
     gradient_accumulation_steps: int
     max_length: int
     num_tokens: int
-    max_steps: int
+    num_train_epochs: float
     ttt_steps: int
     draft: dict[str, object]
 
@@ -101,8 +108,9 @@ class RecipeNeeds(TypedDict):
         target_parameters: parameters of the target.
         draft_parameters: parameters of the draft.
         tokens_a_step: tokens of a step, over all processes.
+        steps: optimizer steps; of NUM_ANSWERS answers if rows are not packed.
         gpu_gb: GB on each GPU.
-        hours: hours of training, on all GPUs at the same time.
+        hours: hours of these steps, on all GPUs at the same time.
         target_gb: GB of the target in bfloat16.
         disk_gb: GB of disk in addition to the target.
     """
@@ -111,6 +119,7 @@ class RecipeNeeds(TypedDict):
     target_parameters: int
     draft_parameters: int
     tokens_a_step: int
+    steps: int
     gpu_gb: int
     hours: float
     target_gb: int
@@ -196,11 +205,12 @@ def read_settings(name: str) -> RecipeSettings:
         "shard": recipe.target.shard,
         "is_stored": bool(stored and stored.mode != "online"),
         "is_packed": recipe.data.packing,
+        "validation_fraction": recipe.data.validation_fraction,
         "rows": recipe.train["per_device_train_batch_size"],
         "gradient_accumulation_steps": recipe.train.get("gradient_accumulation_steps", 1),
         "max_length": recipe.data.max_length,
         "num_tokens": recipe.data.regenerate.num_tokens,
-        "max_steps": recipe.train["max_steps"],
+        "num_train_epochs": recipe.train["num_train_epochs"],
         "ttt_steps": getattr(recipe.draft, "ttt_steps", 1),
         "draft": {key: value for key, value in values["draft"].items() if key != "ttt_steps"},
     }
@@ -236,17 +246,36 @@ def compute_needs(name: str) -> RecipeNeeds:
     tokens_per_process = settings["rows"] * settings["max_length"]
     tokens_per_process *= settings["gradient_accumulation_steps"]
     tokens = tokens_per_process * num_processes
-    hours = settings["max_steps"] * tokens / (rate * num_processes) / 3600
+    steps = count_recipe_steps(settings)
+    hours = steps * tokens / (rate * num_processes) / 3600
     return {
         "of": settings,
         "target_parameters": target.parameters,
         "draft_parameters": draft.parts.parameters,
         "tokens_a_step": tokens,
+        "steps": steps,
         "gpu_gb": round(launch.device_bytes / 1e9),
         "hours": float(f"{hours:.2g}"),
         "target_gb": round(2 * target.parameters / 1e9),
         "disk_gb": round(count_disk_bytes(settings, target, draft) / 1e9),
     }
+
+
+def count_recipe_steps(settings: RecipeSettings) -> int:
+    """Return the steps of a recipe; those of NUM_ANSWERS answers if its rows are not packed."""
+    num_rows = NUM_ANSWERS
+    if settings["is_packed"]:
+        num_rows = estimate_rows(
+            settings["num_tokens"], settings["max_length"], settings["validation_fraction"]
+        )
+    train = {
+        "per_device_train_batch_size": settings["rows"],
+        "gradient_accumulation_steps": settings["gradient_accumulation_steps"],
+        "num_train_epochs": settings["num_train_epochs"],
+    }
+    num_steps = count_steps(train, num_rows, settings["num_processes"])
+    assert num_steps is not None  # the rows are counted
+    return num_steps
 
 
 def plan_recipe(name: str, settings: RecipeSettings) -> tuple[ModelConfigInfo, PlannedDraft]:
@@ -297,14 +326,13 @@ def count_layer_bytes(target: ModelConfigInfo) -> int:
 
 def format_header_line(needs: RecipeNeeds) -> str:
     """Return the line `# Computed: …` of a recipe's header."""
-    tokens = needs["tokens_a_step"] * needs["of"]["max_steps"]
-
-    # Rows that are not packed may be shorter than max_length, so tokens and hours are upper bounds.
-    at_most = "" if needs["of"]["is_packed"] else "at most "
+    tokens = needs["tokens_a_step"] * needs["steps"]
+    work = f"{tokens / 1e6:,.0f}M tokens"
+    if not needs["of"]["is_packed"]:
+        work = f"every {NUM_ANSWERS:,} answers"
     return (
-        f"# Computed: {needs['gpu_gb']} GB on each GPU, {at_most}{needs['hours']:g} hours for"
-        f" {at_most}{tokens / 1e6:,.0f}M tokens, {needs['disk_gb']:,} GB of disk in addition to"
-        f" the target's {needs['target_gb']:,}."
+        f"# Computed: {needs['gpu_gb']} GB on each GPU, {needs['hours']:g} hours for {work},"
+        f" {needs['disk_gb']:,} GB of disk in addition to the target's {needs['target_gb']:,}."
     )
 
 
@@ -317,8 +345,12 @@ def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:
     """Return the cells of a recipe's row, in the order of the columns HEAD."""
     settings = needs["of"]
 
-    # Rows that are not packed may be shorter than max_length, so their numbers are upper bounds.
-    at_most = "" if settings["is_packed"] else "≤ "
+    # Without packing, the steps follow from the number of answers.
+    steps = f"{needs['steps']:,}"
+    hours = f"{needs['hours']:g}"
+    if not settings["is_packed"]:
+        steps = f"answers / {needs['tokens_a_step'] // settings['max_length']}"
+        hours = f"{hours} for every {NUM_ANSWERS:,} answers"
     gpus = f"{settings['num_processes']} GPUs of {settings['gpu_gb']} GB"
     shard = " `target.shard=layers`" if settings["shard"] == "layers" else ""
     # If the user chooses the target, show the recipe's folder, which is named after such targets.
@@ -330,9 +362,9 @@ def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:
         f"{target}, {_format_parameters(needs['target_parameters'])}",
         _format_parameters(needs["draft_parameters"]),
         f"`{settings['launch']}`{shard}, {gpus}",
-        f"{at_most}{needs['tokens_a_step']:,} × {settings['max_steps']:,}",
+        f"{needs['tokens_a_step']:,} × {steps}",
         f"{needs['gpu_gb']}",
-        f"{at_most}{needs['hours']:g}",
+        hours,
         f"{needs['disk_gb']:,} + {needs['target_gb']:,}",
     )
 

@@ -103,6 +103,7 @@ def show(arguments: list[str]) -> int:
     import_libraries()
     # These modules import torch, so they are imported only here.
     from specdistill.data.rows.show import decode_documents, measure_lengths, print_data
+    from specdistill.training.length import print_length
     from specdistill.workflows.make_data import open_or_make_rows
 
     # Print the counts, and some documents as text.
@@ -110,6 +111,7 @@ def show(arguments: list[str]) -> int:
     document_lengths = measure_lengths(rows)
     documents = decode_documents(rows, document_lengths, options.documents, job.target.tokenizer)
     print_data(manifest, document_lengths, documents)
+    print_length(recipe.train, recipe.data.max_length, job.run_size(), num_processes=1)
     print_result({"folder": job.folder, **manifest.model_dump(mode="json"), "documents": documents})
     return ExitCode.DONE
 

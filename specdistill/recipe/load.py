@@ -173,7 +173,8 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
     """Merge the values of a recipe's file with those of the command line, which override them.
 
     Interpolations `${…}` are resolved. The values are not validated yet. If the command line sets
-    the number of epochs but not `max_steps`, the file's `max_steps` is dropped.
+    the length of the training in epochs or in steps, it replaces the file's length in the other
+    unit.
 
     Raises:
         UserError: if an argument is not of the form `key=value`, if the file cannot be read, if a
@@ -214,11 +215,15 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             error.full_key or "recipe", got=reason, expected="a value, or ${another.key}"
         ) from error
 
-    # Training stops after max_steps, whatever the number of epochs. If the user typed only a number
-    # of epochs, the max_steps of the file is dropped.
+    # A training has a number of epochs or of steps. If the user typed only one of the two, the
+    # other one of the file is dropped. `max_steps=-1` is no number of steps.
     typed_keys = {argument.partition("=")[0] for argument in arguments}
-    if "train.num_train_epochs" in typed_keys and "train.max_steps" not in typed_keys:
+    has_epochs = "train.num_train_epochs" in typed_keys
+    has_steps = "train.max_steps" in typed_keys
+    if has_epochs and not has_steps:
         values["train"].pop("max_steps", None)
+    if has_steps and not has_epochs and values["train"]["max_steps"] != -1:
+        values["train"].pop("num_train_epochs", None)
     _check_values(values)
     return values
 

@@ -120,8 +120,9 @@ EXCLUSIVE_FIELDS = {
     "multiple of the evaluation steps": (
         "save_steps",
         (
-            "{save_steps} is no multiple of train.eval_steps={eval_steps}, as"
-            " train.load_best_model_at_end needs. Change one."
+            "{save_steps} does not fit train.eval_steps={eval_steps}: with"
+            " train.load_best_model_at_end, checkpoints are only saved after steps that are"
+            " evaluated. Set both to one number."
         ),
     ),
     "`args.metric_for_best_model` must be provided": (

@@ -72,6 +72,22 @@ class ResumableTrainer(Trainer):
         self.stopping = Stopping(self)
         self.add_callback(self.stopping)
 
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Initialize the state as the Trainer does, with intervals in steps.
+
+        `eval_steps`, `save_steps` and `logging_steps` below 1 are shares of the run. When a run is
+        resumed, the Trainer would compare these shares with the steps in the checkpoint, and warn
+        that they differ. And when a run is trained further, it would keep the steps of the shorter
+        run.
+        """
+        for name in ("eval_steps", "save_steps", "logging_steps"):
+            interval = getattr(self.args, name)
+            if interval is not None and interval < 1:
+                setattr(self.args, name, math.ceil(max_steps * interval))
+        progress: tuple[int, int] = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return progress
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a micro-batch as the Trainer does, and keep its loss.
 

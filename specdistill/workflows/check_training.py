@@ -13,6 +13,7 @@ from specdistill.common.processes import is_first
 from specdistill.data.produce.job import Job
 from specdistill.data.rows.row_set import RowTarget, is_whole
 from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.report.text import warn_few_prompts
 from specdistill.evaluation.suites.conversations import use_template
 from specdistill.evaluation.suites.suite import check_suite, count_measured, tokenize
 from specdistill.methods.load import FRESH_INITIALIZATIONS, check_initialization, load_method
@@ -122,6 +123,17 @@ def check_judgement(
             # `tokenize` names keys of `eval`. Name the key of the section that is checked.
             error.rename_key("eval.suite", key)
             raise
+
+
+def warn_few_eval_prompts(recipe: TrainedRecipe) -> None:
+    """Warn if the gate will judge the draft on few prompts.
+
+    The prompts of a suite on a server are not counted here, but later, by `specdistill eval`.
+    """
+    suite = check_suite(recipe.eval.suite)
+    if suite is not None:
+        num_prompts = count_measured(suite, recipe.eval.num_prompts, logs=False)
+        warn_few_prompts(min(len(suite.rows), num_prompts or len(suite.rows)))
 
 
 def check_new_draft(recipe: TrainedRecipe, files: TargetFiles, tokenizer: object) -> None:

@@ -28,11 +28,12 @@ from specdistill.serving.export import check_engines
 from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.training.arguments import find_autocast_dtype
 from specdistill.training.history import read_history
+from specdistill.training.length import print_length
 from specdistill.training.loss_tokens import select_learnable_rows
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 from specdistill.training.trainer import DistillationTrainer
-from specdistill.workflows.check_training import check_training
+from specdistill.workflows.check_training import check_training, warn_few_eval_prompts
 from specdistill.workflows.make_data import open_rows
 from specdistill.workflows.next_step import describe_after
 
@@ -61,8 +62,12 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Check everything that can be checked without loading weights. Then print the estimated cost of
     # the training, unless the run is resumed: the estimate was printed when the run began.
     job = check_training(recipe)
-    if run.checkpoint is None and is_first_process:
-        print_estimate(recipe, run.arguments, job.run_size(), job.folder)
+    size = job.run_size()
+    announces = run.checkpoint is None and is_first_process
+    if announces:
+        warn_few_eval_prompts(recipe)
+        print_length(recipe.train, recipe.data.max_length, size, run.arguments.world_size)
+        print_estimate(recipe, run.arguments, size, job.folder)
 
     # Load the target. Its layers run to compute hidden states, and to measure checkpoints by
     # decoding (`selection`). If neither is needed, the weights of the layers stay on the disk.
@@ -73,6 +78,9 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
 
     # Open the packed rows. They are generated first if they do not exist.
     train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
+    if announces and size.num_rows is None:  # The rows have been made, so now they are counted.
+        size = job.run_size()
+        print_length(recipe.train, recipe.data.max_length, size, run.arguments.world_size)
 
     # Create the draft, and its objective, the module that computes its loss. Rows from which this
     # objective learns nothing are left out.

@@ -49,6 +49,7 @@ def run(page: Path) -> dict[str, object]:
 
 def make_small(recipe: str, **more: object) -> None:
     values = yaml.safe_load(read(RECIPES / f"{recipe}.yaml"))
+    values["train"].pop("num_train_epochs", None)  # SMALL has steps
     for section, keys in {**SMALL, **more}.items():
         values[section] = {**values[section], **keys}  # type: ignore[dict-item]
     Path(recipe).parent.mkdir()

@@ -577,5 +577,10 @@ def test_several_sources_need_no_quotes(
 def test_epochs_that_are_typed_act_over_the_steps_of_a_recipe() -> None:
     epochs = load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2"])
     assert epochs.train["num_train_epochs"] == 2 and "max_steps" not in epochs.train
+    small = ["recipe=small/eagle3", "target.model=x", "data.source=x"]
+    steps = load_recipe(Recipe, [*small, "train.max_steps=7"])
+    assert steps.train["max_steps"] == 7 and "num_train_epochs" not in steps.train
+    unlimited = load_recipe(Recipe, [*small, "train.max_steps=-1"])
+    assert unlimited.train["num_train_epochs"] == 2
     with refused("train.num_train_epochs", "2 with train.max_steps=5"):
         load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2", "train.max_steps=5"])

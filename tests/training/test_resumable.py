@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from specdistill.training.history import read_history
 from specdistill.training.resumable import ResumableTrainer
@@ -107,6 +109,34 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
     for rank in range(processes):
         whole, resumed = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         assert whole == expected[rank::processes] and resumed == expected[8:][rank::processes]
+
+
+def test_intervals_that_are_shares_of_a_run_stay_when_it_is_resumed(tmp_path: Path) -> None:
+    """Twelve steps, saved after each quarter. Resumed at half, then trained twice as long."""
+    shares = {"save_strategy": "steps", "save_steps": 0.25, "warmup_steps": 0.25}
+
+    def fit(num_epochs: int, **resumed: str) -> dict[int, bytes]:
+        run = trainer(
+            tmp_path / "run",
+            rows(6, 24),
+            num_train_epochs=num_epochs,
+            per_device_train_batch_size=2,
+            **shares,
+        )
+        run.train(**resumed)
+        paths = (tmp_path / "run").glob("checkpoint-*/model.safetensors")
+        return {int(path.parent.name.partition("-")[2]): path.read_bytes() for path in paths}
+
+    whole = fit(4)
+    assert sorted(whole) == [3, 6, 9, 12]
+    for step in (9, 12):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    half = str(tmp_path / "run" / "checkpoint-6")
+    with CaptureLogger(logging.get_logger("transformers.trainer_utils")) as warnings:
+        assert fit(4, resume_from_checkpoint=half) == whole
+    assert "do not match" not in warnings.out
+    longer = fit(8, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-12"))
+    assert sorted(longer) == [3, 6, 9, 12, 18, 24]
 
 
 @pytest.fixture

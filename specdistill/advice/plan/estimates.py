@@ -33,12 +33,15 @@ from specdistill.advice.plan.options import ServingOptions
 from specdistill.common.documents import read_yaml
 from specdistill.common.errors import UserError
 from specdistill.common.project import LAUNCHES, RECIPES
+from specdistill.data.produce.job import estimate_rows
 from specdistill.evaluation.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.methods import METHODS, sizes
 from specdistill.methods.base import DraftSettings
 from specdistill.methods.chains.serving import describe_head_engines
 from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft, count_weights_read
+from specdistill.recipe.sections import DataConfig
 from specdistill.targets.cache_size import CacheSize
+from specdistill.training.length import count_step_rows, count_steps
 from specdistill.training.losses.head_loss import BLOCK_ROWS
 
 # The largest K, by the draft's passes per round. In a block of 16 the first token is known already.
@@ -579,7 +582,7 @@ def _estimate_training(
     device_memory = scenario.serving.memory_gb * 2**30
     launch = _choose_launch(target, memory, device_memory, scenario.device.most_per_machine)
 
-    # The recipe's own launch and number of steps take precedence.
+    # The recipe's own launch and length take precedence.
     trained = tokens
     if settings:
         configuration, num_processes = launch_of(str(recipe))
@@ -588,8 +591,12 @@ def _estimate_training(
             target, memory, configuration, num_processes, is_sharded=is_sharded
         )
         train = settings["train"]
-        steps = train["max_steps"] * train.get("gradient_accumulation_steps", 1)
-        trained = steps * rows * length * launch.num_processes
+        default = DataConfig.model_fields["validation_fraction"].default
+        held_out = settings["data"].get("validation_fraction", default)
+        num_rows = estimate_rows(tokens, length, held_out) if tokens else None
+        num_steps = count_steps(train, num_rows, launch.num_processes)
+        assert num_steps is not None, f"recipe {recipe} names no number of tokens"
+        trained = num_steps * count_step_rows(train, launch.num_processes) * length
 
     # If hidden states are stored, a token takes the vectors that the draft reads: for each feature,
     # one of the target's hidden size.

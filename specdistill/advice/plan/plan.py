@@ -592,10 +592,11 @@ def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) ->
         return keys | {"data.max_length": length if recipe["data"]["max_length"] > length else None}
 
     # A larger target takes one pass over the tokens, and is evaluated at least EVALUATIONS times,
-    # at least every 1,000 steps.
+    # at least every 1,000 steps. Intervals are shares of the run, so that they suit data of any
+    # size.
     tokens = row.training_tokens or recipe["data"]["regenerate"]["num_tokens"]
     steps = max(1, round(tokens / (rows * length * launch.num_processes)))
-    every = max(1, min(1000, steps // EVALUATIONS))
+    interval = f"{min(1 / EVALUATIONS, 1000 / steps):.2g}"
     positions = METHODS[row.method].positions
 
     # Choose how many sequences are generated at a time: as many as the KV cache has room for,
@@ -619,8 +620,8 @@ def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) ->
         ),
         "optimizer": adamw,
         "train.per_device_train_batch_size": rows,
-        "train.max_steps": steps,
-        "train.eval_steps": every,
-        "train.save_steps": every,
+        "train.num_train_epochs": 1,
+        "train.eval_steps": interval,
+        "train.save_steps": interval,
         "train.learning_rate": ADAMW_LEARNING_RATE if adamw else LEARNING_RATE,
     }

@@ -34,6 +34,7 @@ from specdistill.common.errors import ReportedError, convert_errors, join_lines,
 from specdistill.common.progress import PREPARED_BYTES, find_free_bytes, format_clock
 from specdistill.common.repositories import split_revision
 from specdistill.common.terminal import Console
+from specdistill.data.produce.generate import FIRST_ANSWERS
 from specdistill.data.produce.job import RunSize
 from specdistill.methods import METHODS
 from specdistill.methods.load import FRESH_INITIALIZATIONS, load_method
@@ -44,8 +45,10 @@ from specdistill.methods.sizes import (
     count_layer_weights_read,
     count_weights_read,
 )
+from specdistill.recipe.sections import ServerRegeneration
 from specdistill.targets.anatomy import CLASS_ERRORS
 from specdistill.targets.batch_generate import choose_fast_dtype, choose_part_rows, sample
+from specdistill.training.length import count_steps
 
 # Bytes of a checkpoint for each parameter: the float32 weight and the optimizer's two moments.
 CHECKPOINT_BYTES = 12
@@ -70,6 +73,7 @@ class RunEstimate:
         step_seconds: seconds of one optimizer step.
         num_steps: optimizer steps; None if they depend on rows that are not counted yet.
         memory: bytes that one process holds while it trains, by part.
+        data_bytes: bytes of the rows on the disk, with the answers that they are made of.
         disk_bytes: of rows, checkpoints and stored hidden states.
     """
 
@@ -78,6 +82,7 @@ class RunEstimate:
     step_seconds: float
     num_steps: int | None
     memory: Mapping[str, int]
+    data_bytes: int
     disk_bytes: int
 
 
@@ -145,16 +150,16 @@ def estimate_run(
     step_seconds = (
         math.prod(micro_batch) * arguments.gradient_accumulation_steps / tokens_per_second
     )
-    num_steps = _count_steps(arguments, size.num_rows)
+    num_tokens = (size.num_rows or 0) * recipe.data.max_length
+    num_steps = count_steps(recipe.train, size.num_rows, arguments.world_size)
     return RunEstimate(
         device=device.name,
         generation_seconds=_estimate_generation_seconds(recipe, target, device, size),
         step_seconds=step_seconds,
         num_steps=num_steps,
         memory={"libraries": LIBRARY_BYTES, **memory} if isinstance(device, Machine) else memory,
-        disk_bytes=_estimate_disk_bytes(
-            recipe, arguments, target, planned, size.num_rows, num_steps
-        ),
+        data_bytes=PREPARED_BYTES * num_tokens,
+        disk_bytes=_estimate_disk_bytes(recipe, arguments, target, planned, num_tokens, num_steps),
     )
 
 
@@ -188,6 +193,11 @@ def print_estimate(
     table = Table("this training", "estimate")
     if estimate.generation_seconds:
         table.add_row("time to generate its data", format_clock(estimate.generation_seconds))
+    elif isinstance(recipe.data.regenerate, ServerRegeneration) and not size.is_made:
+        # The speed of servers is not known before they answer.
+        table.add_row("time to generate its data", f"follows after {FIRST_ANSWERS} answers")
+    if estimate.data_bytes and not size.is_made:
+        table.add_row("disk for its data", decimal(estimate.data_bytes))
     if estimate.num_steps is None:
         table.add_row("time of a step", format_clock(estimate.step_seconds))
     else:
@@ -197,7 +207,7 @@ def print_estimate(
         )
     table.add_row("memory of each process", decimal(sum(estimate.memory.values())))
     table.add_row(
-        "disk", f"{decimal(estimate.disk_bytes)} ({decimal(find_free_bytes(folder))} free)"
+        "disk in all", f"{decimal(estimate.disk_bytes)} ({decimal(find_free_bytes(folder))} free)"
     )
     table.add_row("times are for", estimate.device)
     Console(stderr=True).print(table)
@@ -226,22 +236,6 @@ def _choose_device(target: ModelConfigInfo, training_dtype: torch.dtype) -> Devi
     if not can_hold_target(target.parameters):
         return H100
     return measure_machine(*find_matrix_sizes(target), target.parameters, training_dtype)
-
-
-def _count_steps(arguments: TrainingArguments, num_rows: int | None) -> int | None:
-    """Return the number of optimizer steps of a training; None if its rows are not counted yet.
-
-    `max_steps` takes precedence over the number of epochs, as in the Trainer of transformers.
-    """
-    if arguments.max_steps > 0:
-        return arguments.max_steps
-    if num_rows is None:
-        return None
-    rows_per_step = (
-        arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    )
-    num_steps: int | None = math.ceil(arguments.num_train_epochs * num_rows / rows_per_step)
-    return num_steps
 
 
 def _estimate_generation_seconds(
@@ -346,8 +340,8 @@ def _count_saves(arguments: TrainingArguments, num_steps: int | None) -> int:
         return 1
     save_steps = arguments.save_steps
     if save_steps < 1:  # A number below 1 is a share of all steps.
-        save_steps *= num_steps
-    return max(1, int(num_steps / save_steps))
+        save_steps = math.ceil(save_steps * num_steps)
+    return math.ceil(num_steps / save_steps)  # the Trainer also saves after the last step
 
 
 def _estimate_disk_bytes(
@@ -355,7 +349,7 @@ def _estimate_disk_bytes(
     arguments: TrainingArguments,
     target: ModelConfigInfo,
     planned: PlannedDraft,
-    num_rows: int | None,
+    num_tokens: int,
     num_steps: int | None,
 ) -> int:
     """Estimate the bytes of disk that a training takes: rows, checkpoints, hidden states.
@@ -365,11 +359,10 @@ def _estimate_disk_bytes(
         arguments: the Trainer's arguments.
         target: the target.
         planned: the draft.
-        num_rows: the rows of the training; None if they are not counted yet, which counts as 0.
+        num_tokens: the tokens of all rows, with padding; 0 if they are not counted yet.
         num_steps: the optimizer steps; None if they are not known yet.
     """
     # The number of checkpoints on disk is limited by `save_total_limit`.
-    num_tokens = (num_rows or 0) * recipe.data.max_length
     num_saves = _count_saves(arguments, num_steps)
     num_checkpoints = min(num_saves, arguments.save_total_limit or num_saves)
     checkpoint_bytes = num_checkpoints * CHECKPOINT_BYTES * planned.parts.parameters

@@ -32,11 +32,26 @@ class RunSize(NamedTuple):
         num_rows: training rows, all of `data.max_length` tokens; None if they are not counted yet.
         num_generated: tokens that each process still has to generate.
         batch_size: sequences that a process generates at a time.
+        num_tokens: tokens of the training rows, without padding.
+        is_made: whether the rows are made. Otherwise the numbers of rows and tokens are estimates.
     """
 
     num_rows: int | None
     num_generated: int = 0
     batch_size: int = 1
+    num_tokens: int = 0
+    is_made: bool = False
+
+
+def estimate_rows(num_tokens: int, tokens_per_row: int, validation_fraction: float) -> int:
+    """Estimate the number of training rows that generated tokens fill.
+
+    Args:
+        num_tokens: the tokens to generate.
+        tokens_per_row: how many of them fit into a row.
+        validation_fraction: the share of the rows that is held out.
+    """
+    return int((1 - validation_fraction) * num_tokens / tokens_per_row)
 
 
 @dataclass(frozen=True)
@@ -132,36 +147,45 @@ class Job:
         # If the row set is complete, its manifest has the number of rows, and nothing is generated.
         if is_whole(self.folder):
             *_, manifest = read_rows(self.folder)
-            return RunSize(manifest.splits["train"].rows)
+            split = manifest.splits["train"]
+            return RunSize(split.rows, num_tokens=split.tokens, is_made=True)
 
-        # Without generation, the number of packed rows is not known before packing. Generated
-        # tokens fill rows of `max_length` tokens, of which a part is held out for validation.
+        # Without generation, the number of packed rows is not known before packing. Without
+        # packing, each answer has a row of its own, and answers have different lengths.
         settings = self.config.regenerate
         max_length = self.config.max_length
         if not isinstance(settings, Regeneration):
             return RunSize(None)
-        num_rows = int((1 - self.config.validation_fraction) * settings.num_tokens / max_length)
+        # A row also holds prompts. Those of plain text have `prompt_tokens`. `max(1, …)` avoids a
+        # division by 0 for prompts as long as a row, which `check` refuses.
+        tokens_per_row = max(1, max_length - settings.prompt_tokens)
+        num_rows = None
+        if self.config.packing:
+            num_rows = estimate_rows(
+                settings.num_tokens, tokens_per_row, self.config.validation_fraction
+            )
+        size = RunSize(num_rows, num_tokens=(num_rows or 0) * max_length)
 
         # If servers generate, this process has nothing to generate. Otherwise it generates the
         # blocks whose files are not there yet.
         if isinstance(settings, ServerRegeneration):
-            return RunSize(num_rows)
+            return size
         missing = [
             block
             for block in plan_blocks(settings.num_tokens)
             if not (self.blocks / f"{block.name}.arrow").exists()
         ]
         if not missing:
-            return RunSize(num_rows)
+            return size
 
         # The processes of the launch share the missing blocks.
         _, num_processes = find_rank_and_world_size()
         num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
 
         # A batch has at most as many sequences as a block, which may be fewer than `batch_size`.
-        # `max(1, …)` avoids a division by 0 for prompts as long as a row, which `check` refuses.
-        rows_per_block = missing[0].num_tokens // max(1, max_length - settings.prompt_tokens)
-        return RunSize(num_rows, num_tokens, min(settings.batch_size, max(1, rows_per_block)))
+        rows_per_block = max(1, missing[0].num_tokens // tokens_per_row)
+        batch_size = min(settings.batch_size, rows_per_block)
+        return size._replace(num_generated=num_tokens, batch_size=batch_size)
 
     def check(self) -> None:
         """Check the settings, and that the folders can be written, before any row is made.

@@ -12,6 +12,7 @@ import rich.table
 from rich import box
 from rich.text import Text
 
+from specdistill.common.errors import logger
 from specdistill.common.progress import format_speed
 from specdistill.common.terminal import Console, make_printable
 from specdistill.evaluation.report import phrases, tables
@@ -32,6 +33,9 @@ COLOURS = {
     "not judged": "yellow",
     "warning": "yellow",
 }
+# Prompts with which a gate decides about a loss of 3 % of the acceptance length, by the simulation
+# in bench/gate.py.
+GATE_PROMPTS = 128
 # Characters that are markup in GitHub's Markdown. An underscore inside a word is none.
 MARKUP = re.compile(r"[\\`*\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])")
 # The characters with which GitHub begins a mention, a link or the number of an issue. GitHub looks
@@ -231,6 +235,8 @@ def print_report(report: Report, folder: Path) -> None:
 def print_power_analysis(clusters: Sequence[str]) -> None:
     """Print the smallest change of the acceptance length that a measurement will be able to detect.
 
+    If the prompts are few for a gate, a warning says so.
+
     Args:
         clusters: the cluster of each prompt. Prompts of one cluster, such as the turns of one
             conversation, are not independent, so they count as one prompt.
@@ -244,6 +250,16 @@ def print_power_analysis(clusters: Sequence[str]) -> None:
         f" {ASSUMED_SPREAD:.0%})."
     )
     Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
+    warn_few_prompts(num_prompts)
+
+
+def warn_few_prompts(num_prompts: int) -> None:
+    """Warn if a gate judges a draft on fewer than GATE_PROMPTS prompts."""
+    if num_prompts < GATE_PROMPTS:
+        logger.warning(
+            f"The gate judges the draft on {num_prompts} prompts. With fewer than {GATE_PROMPTS} it"
+            " is often inconclusive."
+        )
 
 
 def print_gate(report: Report) -> None:

@@ -109,6 +109,17 @@ def test_checkpoints_and_stored_features_are_on_the_disk(target: Path) -> None:
     assert stored.disk_bytes - all_kept.disk_bytes == 4 * hidden_size * 2 * 100 * 32
 
 
+@pytest.mark.parametrize(("save_steps", "num_saves"), [("0.25", 4), ("0.3", 4), ("3", 4)])
+def test_checkpoints_are_counted_as_the_trainer_saves_them(
+    target: Path, save_steps: str, num_saves: int
+) -> None:
+    """Of ten steps: after 3, 6, 9 and 10 in every case."""
+    keys = ("method=eagle3", "train.max_steps=10", "train.save_strategy=steps")
+    saved = estimate(target, *keys, f"train.save_steps={save_steps}")
+    draft_bytes = 12 / 16 * saved.memory["draft"]
+    assert saved.disk_bytes - saved.data_bytes == pytest.approx(num_saves * draft_bytes)
+
+
 def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
     """16 rows at a time, a nanosecond for each parameter and pass, a millisecond to sample a row,
     which half of them do."""
@@ -132,7 +143,13 @@ def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
     assert estimate(target, "method=eagle3").generation_seconds == 0
 
 
+@pytest.mark.parametrize(
+    ("server", "seconds"),
+    [([], "0:"), (["data.regenerate.server=[http://127.0.0.1:1]"], "follows after 64 answers")],
+)
 def test_a_training_says_what_it_takes_before_weights_are_loaded(
+    server: list[str],
+    seconds: str,
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,6 +165,7 @@ def test_a_training_says_what_it_takes_before_weights_are_loaded(
         f"target={target}",
         f"data.source={tmp_path / 'text.jsonl'}",
         "data.regenerate.num_tokens=20000",
+        *server,
     ]
     keys += [
         "data.max_length=64",
@@ -159,6 +177,9 @@ def test_a_training_says_what_it_takes_before_weights_are_loaded(
     said = capsys.readouterr().err
     for part in (
         "time to generate its data",
+        f"time to generate its data │ {seconds}",
+        "disk for its data",
+        "Training on about",
         "time of 8 steps",
         "memory of each process",
         "disk",

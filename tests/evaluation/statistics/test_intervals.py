@@ -224,6 +224,16 @@ def test_the_smallest_change_that_is_detected_by_hand():
     assert estimate_detectable_change(320) == pytest.approx(estimate_detectable_change(80) / 2)
 
 
+@pytest.mark.parametrize(("num_prompts", "is_warned"), [(127, True), (128, False)])
+def test_few_prompts_for_a_gate_are_warned_of(
+    num_prompts: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    print_power_analysis([str(number) for number in range(num_prompts)])
+    assert ("on 127 prompts. With fewer than 128 it is often inconclusive" in caplog.text) == (
+        is_warned
+    )
+
+
 def test_the_sentence_says_what_it_stands_on(capsys: pytest.CaptureFixture[str]):
     print_power_analysis([str(number) for number in range(80)])
     said = capsys.readouterr().err
