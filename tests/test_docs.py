@@ -11,8 +11,9 @@ from specdistill.methods import METHODS
 from specdistill.recipe.load import RECORDED_VARIABLES
 from tests.documented import commands, keys_of, read, shell_lines, unknown_keys, without_examples
 
+EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
+    [*(ROOT / "docs").glob("*.md"), *EXAMPLES.rglob("README.md")]
 )
 OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names what is gone
 COMMENTED = [
@@ -20,6 +21,8 @@ COMMENTED = [
     *sorted(ROOT.glob("eval/suites/*.yaml")),
     *sorted(ROOT.glob("eval/gates/*.yaml")),
     *sorted(ROOT.glob("accelerate_configs/*.yaml")),
+    *sorted(EXAMPLES.rglob("*.y*ml")),
+    *sorted(EXAMPLES.rglob("*.sh")),
 ]
 TRACKED = (
     "specdistill",
@@ -30,7 +33,7 @@ TRACKED = (
     "tests",
     "docs",
     "bench",
-    "examples/cluster",
+    *(f"examples/{path.parent.name}" for path in sorted(EXAMPLES.glob("*/README.md"))),
     ".github",
 )
 IN_TEXT = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, TRACKED))})/[\w./<>*-]*[\w/>*]")

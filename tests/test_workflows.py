@@ -27,12 +27,15 @@ GATE = yaml.safe_load((FOLDER / "release-gate.yml").read_text(encoding="utf-8"))
 # YAML 1.1 reads the key `on` as true.
 CALL = GATE[True]["workflow_call"]
 (STEPS,) = (job["steps"] for job in GATE["jobs"].values())
-# Who calls it: this repository, and the example for others.
+# Who calls it: this repository, and the examples for others.
 PAGE = (ROOT / "docs" / "github-actions.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```yaml\n(# \.github.*?)```", PAGE, re.DOTALL)
 CALLERS = {
     "pico": yaml.safe_load((FOLDER / "pico.yml").read_text(encoding="utf-8")),
     "another repository": yaml.safe_load(EXAMPLE),
+    "examples": yaml.safe_load(
+        (ROOT / "examples" / "github-actions" / "release.yml").read_text(encoding="utf-8")
+    ),
 }
 TRUST = "target.trust_remote_code=true"
 PULL_REQUEST = "https://github.com/org/repo/pull/7"

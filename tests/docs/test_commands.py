@@ -24,7 +24,9 @@ from tests.tiny import write_target
 # In the order in which a reader takes them: a later page may measure what an earlier one has
 # trained.
 FIRST = [ROOT / "README.md", ROOT / "docs" / "your-target.md", ROOT / "docs" / "training.md"]
-PAGES = [*FIRST, *sorted({ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {*FIRST})]
+EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
+OTHERS = {ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {*FIRST}
+PAGES = [*FIRST, *sorted(OTHERS), *EXAMPLES]
 RUN_IN_A_SHELL = ("cat", "cp")
 # What makes a command of the pages small. Nothing else is changed.
 SMALL = {
