@@ -61,12 +61,18 @@ def plan(arguments: list[str]) -> int:
     draft_name, revision = split_revision(options.draft or "")
     draft = read_model_config(draft_name, key="draft", revision=revision) if draft_name else None
 
-    # Estimate every method on the chosen device. `computed` runs a training step over tensors
-    # without content, to estimate its cost. Ask the Hub for published drafts of this target, unless
-    # the user typed hub=false.
+    # Estimate every method on the chosen device. `computed` runs the training step of each method
+    # over tensors without content, to estimate its cost better. That takes most of a minute, so it
+    # is done only for details=true. Ask the Hub for published drafts of this target, unless the
+    # user typed hub=false.
     device, serving = choose_device(options.serving, target)
     plan_of_target = make_plan(
-        target, draft, serving=serving, device=device, computed=True, **vars(options.training)
+        target,
+        draft,
+        serving=serving,
+        device=device,
+        computed=options.details,
+        **vars(options.training),
     )
     drafts, not_asked = (
         find_published_drafts(target.name, target.hub_id)
@@ -139,17 +145,21 @@ def print_plan(
     """
     console = Console()
 
-    # Print the recommendation, and the commands to start with. If another method than n-gram lookup
-    # is recommended, print the command for a lookup too: it needs no training, so it is worth a
-    # try.
+    # Print the recommendation, the commands to start with, and the alternatives. If another method
+    # than n-gram lookup is recommended, print the command for a lookup too: it needs no training,
+    # so it is worth a try.
     recommendation = plan.recommendation
+    choice = recommendation["recipe"] or recommendation["method"] or "none"
     console.print(
-        Text.assemble(
-            (f"Recommended: {recommendation['method'] or 'none'}", "bold"),
-            f", {recommendation['reason']}",
-        )
+        Text.assemble((f"Recommended: {choice}", "bold"), f", {recommendation['reason']}")
     )
     _print_commands(recommendation["start"] or "", console)
+    if recommendation["alternatives"]:
+        hidden = "; details=true prints its commands" if recommendation["generated"] else ""
+        console.print(f"Alternatives: {recommendation['alternatives']}{'' if details else hidden}.")
+    if details and recommendation["generated"]:
+        console.print("Without a recipe that is made for this target:")
+        _print_commands(recommendation["generated"], console)
     if recommendation["start"] == recommendation["lookup"]:
         console.print("The gain depends on the text. This command measures it.")
     else:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from specdistill.advice.plan.accounting import (
@@ -30,7 +31,8 @@ from specdistill.advice.plan.budget import (
     parse_dtype,
 )
 from specdistill.advice.plan.options import ServingOptions
-from specdistill.common.documents import read_yaml
+from specdistill.advice.plan.reading import read_model_config
+from specdistill.common.documents import read_json, read_yaml
 from specdistill.common.errors import UserError
 from specdistill.common.project import LAUNCHES, RECIPES
 from specdistill.data.produce.job import estimate_rows
@@ -38,6 +40,7 @@ from specdistill.evaluation.statistics.theory import expected_acceptance_length,
 from specdistill.methods import METHODS, sizes
 from specdistill.methods.base import DraftSettings
 from specdistill.methods.chains.serving import describe_head_engines
+from specdistill.methods.load import FRESH_INITIALIZATIONS
 from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft, count_weights_read
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.cache_size import CacheSize
@@ -66,6 +69,10 @@ MAX_LENGTH = 2048
 LAUNCH = re.compile(r"accelerate_configs/(\w+)\.yaml(?: --num_processes (\d+))?")
 # Parameters of the largest target for which the recipes of small targets are meant unchanged.
 MAX_SMALL_TARGET_PARAMETERS = 100_000_000
+
+# Keys of a config that give the shapes of the weights. Not max_window_layers and the like: files
+# that a conversion wrote, such as GGUF, lack them.
+SIZE_KEY = re.compile(r"(?!max_)\w+_(size|dim|heads|layers|experts|rank)|tie_word_embeddings")
 
 RecipeKeys = dict[str, Any]  # the keys of a shipped recipe, by section
 
@@ -127,9 +134,10 @@ def list_assumptions(device: Device) -> tuple[str, ...]:
         ),
         (
             f"Training: a conversation has {sizes.TOKENS_PER_SAMPLE} tokens, all with a loss;"
-            " hidden states are computed in each step; draft and AdamW are in float32. If a method"
-            " supports it, the training step's own code runs over tensors without content, to count"
-            " its memory, traffic and arithmetic. Otherwise activations are roughly 28H + 4I"
+            " hidden states are computed in each step; draft and AdamW are in float32. With"
+            " details=true, and if a method supports it, the training step's own code runs over"
+            " tensors without content, to count its memory, traffic and arithmetic. Otherwise"
+            " activations are roughly 28H + 4I"
             " numbers per layer, token and step, where H is the hidden size and I the MLP's width."
             f" Matrix products reach {MATRIX_SHARE:.0%} of a device's bfloat16 peak, and all other"
             f" operations {TRAFFIC_SHARE:.0%} of its bandwidth. {USABLE_MEMORY_SHARE:.0%} of its"
@@ -266,6 +274,11 @@ class Scenario:
     device: Device = H100
 
     @cached_property
+    def own_recipes(self) -> list[str]:
+        """The names of the shipped recipes for the target (see `list_own_recipes`)."""
+        return list_own_recipes(self.target)
+
+    @cached_property
     def plain_step(self) -> float:
         """The cost of a plain decoding step of the target, in bytes (see the class)."""
         return self._estimate_target_pass(1, spread=True)
@@ -362,7 +375,7 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     # A shipped recipe says how the draft is built and trained: the recipe for this target, or else
     # the one for small targets.
     target = scenario.target
-    recipe, settings = find_recipe(method, target.name)
+    recipe, settings = find_recipe(method, target.name, scenario.own_recipes)
     # For the recipe for small targets, `find_recipe` returns only the name. Read its settings if it
     # is used unchanged: for a small target, or on a CPU, where larger sizes would take too long.
     is_small = target.parameters <= MAX_SMALL_TARGET_PARAMETERS
@@ -374,7 +387,13 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     # an error of the user.
     try:
         planned: PlannedDraft = (
-            METHODS[method].load().advice.plan_draft(target, draft_info, settings.get("draft", {}))
+            METHODS[method]
+            .load()
+            .advice.plan_draft(
+                target,
+                draft_info or _read_initial_draft(recipe, settings),
+                settings.get("draft", {}),
+            )
         )
     except UserError as error:
         if draft_info is not None:
@@ -412,6 +431,18 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
         **speed,
         **_estimate_training(method, planned, scenario, recipe, settings, tokens),
     )
+
+
+def _read_initial_draft(recipe: str | None, settings: RecipeKeys) -> ModelConfigInfo | None:
+    """Read the config of the model that a shipped recipe starts from; None for a fresh draft.
+
+    The config ships with the recipe.
+    """
+    folder = RECIPES / str(recipe).partition("/")[0] / "draft"
+    init = settings.get("draft", {}).get("init")
+    if init in (None, *FRESH_INITIALIZATIONS) or not folder.is_dir():
+        return None
+    return read_model_config(str(folder), key="draft.init")
 
 
 def _count_draft_bytes(
@@ -763,12 +794,49 @@ def describe_launch(
     return Launch(name, number, is_sharded, int(device_bytes))
 
 
-def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
+def list_own_recipes(target: ModelConfigInfo) -> list[str]:
+    """Return the names of the shipped recipes for models of a target's architecture and sizes.
+
+    A fine-tune of a model has the shapes of that model's weights, whatever it is called.
+    """
+    names = []
+    for config_path in sorted(RECIPES.glob("*/config.json")):
+        # Most configs differ in the hidden size, so the others need not be built.
+        raw = read_json(config_path)
+        text = raw.get("text_config") or raw
+        if text.get("hidden_size") != target.text.hidden_size:
+            continue
+        folder = config_path.parent
+        model = read_model_config(str(folder), key="recipe")
+        if _list_weight_sizes(model) == _list_weight_sizes(target):
+            names += [f"{folder.name}/{path.stem}" for path in sorted(folder.glob("*.yaml"))]
+    return [name for name in names if _has_files(name)]
+
+
+def _list_weight_sizes(model: ModelConfigInfo) -> dict[str, object]:
+    """Return the settings of a language model on which the shapes of its weights depend."""
+    sizes = {key: value for key, value in model.text.to_dict().items() if SIZE_KEY.fullmatch(key)}
+    return {"model_type": model.text.model_type, **sizes}
+
+
+def _has_files(recipe: str) -> bool:
+    """Return whether the files exist that a shipped recipe reads.
+
+    Recipes for a target in runs/ read what a script of the repository wrote there.
+    """
+    model = str(read_recipe(recipe)["target"]["model"])
+    return not model.startswith("runs/") or Path(model).exists()
+
+
+def find_recipe(
+    method: str, target: str, own_recipes: Sequence[str] = ()
+) -> tuple[str | None, RecipeKeys]:
     """Find the shipped recipe that trains a method for a target.
 
     Args:
         method: the method.
         target: the target's name.
+        own_recipes: the names of the recipes for models of the target's sizes.
 
     Returns:
         The name and the keys of the recipe for this very target. If there is none: the name of the
@@ -788,7 +856,7 @@ def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
 
     # Prefer the recipe of this very target, then that of small targets, then that of pico.
     for name, keys in recipes.items():
-        if keys["target"]["model"] == target:
+        if name in own_recipes or keys["target"]["model"] == target:
             return name, keys
     for folder in ("small", "pico"):
         for name in recipes:

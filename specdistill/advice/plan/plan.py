@@ -37,10 +37,12 @@ from specdistill.advice.plan.reading import check_draft_fit, find_method_of_conf
 from specdistill.common.project import RECIPES
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, ModelConfigInfo, count_weights_read
+from specdistill.recipe.load import REQUIRED_MARK
 from specdistill.targets.cache import is_recurrent
 
 # Placeholders in commands, which the user fills in.
 DATA = "path/to/conversations.jsonl"
+BFLOAT16_TARGET = "path/to/bfloat16-weights"
 PROMPTS = "path/to/prompts.jsonl"
 # The consent to run a repository's own code, by the program whose command gets it.
 CONSENT = {"vllm": " --trust-remote-code", "specdistill": " target.trust_remote_code=true"}
@@ -50,10 +52,13 @@ PROMPT_TOKENS = 128  # tokens of a text that the target continues
 LEARNING_RATE = 1e-3
 ADAMW_LEARNING_RATE = 1e-4
 # A command in the header of a recipe that runs before training, and where its line is broken.
-HEADER_COMMAND = re.compile(r"^#   ((vllm|specdistill) (?:serve|data make) .*)$", re.MULTILINE)
+HEADER_COMMAND = re.compile(
+    r"^#   ((vllm|specdistill) (?:serve|data make|data features) .*)$", re.MULTILINE
+)
 LINE_BREAK_IN_HEADER = " \\\n#      "
 MAX_GENERATED_SEQUENCES = 512  # the most sequences that are generated at a time
 EVALUATIONS = 10  # the fewest evaluations in a run
+NUM_ALTERNATIVES = 2  # the methods that are named besides the recommended one
 
 
 class TargetFacts(TypedDict):
@@ -76,6 +81,7 @@ class TargetFacts(TypedDict):
         decode_dtype: the dtype to decode in.
         native_mtp: the config key and the number of the multi-token-prediction layers that the
             target comes with; None for none.
+        recipes: the names of the shipped recipes for models of this architecture and these sizes.
     """
 
     model: str
@@ -93,6 +99,7 @@ class TargetFacts(TypedDict):
     on_cpu: bool
     decode_dtype: str
     native_mtp: dict[str, str | int] | None
+    recipes: list[str]
 
 
 @dataclass(frozen=True)
@@ -147,8 +154,8 @@ def make_plan(
         UserError: if the model cannot be a target, or the draft does not fit the target.
     """
     serving = check_serving(serving or ServingOptions(), target, draft)
-    facts = _list_target_facts(target, serving, device)
     scenario = Scenario(target, serving, batch_size, max_length, computed, device)
+    facts = _list_target_facts(scenario)
     warnings = _list_target_warnings(target)
 
     # Build a row for each method. An existing draft replaces the row of its method.
@@ -210,11 +217,12 @@ def _list_target_warnings(target: ModelConfigInfo) -> list[str]:
     return warnings
 
 
-def _list_target_facts(
-    target: ModelConfigInfo, serving: ServingOptions, device: Device
-) -> TargetFacts:
+def _list_target_facts(scenario: Scenario) -> TargetFacts:
     """Return the facts about the target that a plan shows, such as its sizes and dtype."""
     # `native` is None, or the config key and the number of layers for multi-token prediction.
+    target = scenario.target
+    serving = scenario.serving
+    device = scenario.device
     native = target.native_mtp
     text = target.text
     dtype = target.dtype or ASSUMED_DTYPE
@@ -239,6 +247,7 @@ def _list_target_facts(
         "on_cpu": machine is not None,
         "decode_dtype": machine.dtype if machine else str(dtype).removeprefix("torch."),
         "native_mtp": native and {"key": native[0], "layers": native[1]},
+        "recipes": scenario.own_recipes,
     }
 
 
@@ -247,8 +256,9 @@ def recommend_method(
 ) -> dict[str, str | None]:
     """Recommend the method to start with, and the commands to start it.
 
-    N-gram lookup, which needs no training, is recommended unless a draft has a higher estimated
-    speedup. Drafts are preferred in this order:
+    A shipped recipe for models of the target's sizes comes first. Without one, n-gram lookup, which
+    needs no training, is recommended unless a draft has a higher estimated speedup. Drafts are
+    preferred in this order:
     - multi-token-prediction layers that come with the target;
     - existing drafts, and drafts with a recipe for this very target;
     - drafts that can be trained on one machine;
@@ -260,37 +270,107 @@ def recommend_method(
         budget: the memory of one device that serves the target without a draft; None if not known.
 
     Returns:
-        `method`: the name of the method. `reason`: a sentence. `start`: the commands that train or
-        measure it, one in a line. `lookup`: the command that measures n-gram lookup. `method` and
-        `start` are None if no method is expected to be faster than plain decoding.
+        `method`: the name of the method. `recipe`: the shipped recipe for these sizes. `reason`: a
+        sentence. `start`: the commands that train or measure it. `lookup`: the command that
+        measures n-gram lookup. `alternatives`: other recipes and methods, in words. `generated`:
+        the commands of the best method without a shipped recipe. Each is None if there is none.
     """
     # In any case, recommend to measure n-gram lookup, because it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
     suite = _find_suite(rows, target)
     lookup_command = _format_eval_command(lookup, target, budget, suite)
 
-    # If even the high end of the best speedup is below 1, plain decoding is the fastest.
-    best = _choose_row(rows, lookup, target)
-    assert best.low is not None and best.high is not None
-    if best.high.speedup <= 1:
-        return {
-            "method": None,
-            "reason": "no method promises more than plain decoding",
-            "start": None,
-            "lookup": lookup_command,
-        }
+    # A recipe for this very target comes before commands that are put together from estimates.
+    recipe_rows = _list_recipe_rows(rows, target)
+    others = [row for row in rows if row not in recipe_rows]
+    generic = _choose_row(others, lookup, target)
+    best = recipe_rows[0] if recipe_rows else generic
+    recommendation: dict[str, str | None] = {
+        "method": best.method,
+        "recipe": best.recipe if recipe_rows else None,
+        "lookup": lookup_command,
+        "alternatives": _describe_alternatives(best, recipe_rows[1:], generic, rows),
+        "generated": None,
+    }
+    if recipe_rows and generic is not lookup:
+        recommendation["generated"] = _format_start(generic, target, budget, suite)
 
-    # A draft that exists, or a lookup, can be measured at once. Any other has to be trained.
-    if best.draft or not METHODS[best.method].is_trained:
-        start: str | None = _format_eval_command(best, target, budget, suite)
-    else:
-        start = _format_training_commands(best, target, budget)
-    why = _explain_choice(best, rows, lookup, target)
-    reason = (
-        f"an estimated {best.low.speedup:.2f} to {best.high.speedup:.2f} times the speed of plain"
-        f" decoding, {why}.{_describe_needs(best, target, start)}"
-    )
-    return {"method": best.method, "reason": reason, "start": start, "lookup": lookup_command}
+    # If even the high end of the best speedup is below 1, plain decoding is the fastest.
+    if best.high is not None and best.high.speedup <= 1:
+        reason = "no method promises more than plain decoding"
+        return recommendation | {"method": None, "reason": reason, "start": None}
+
+    start = _format_start(best, target, budget, suite)
+    why = "because this recipe is made for models of this architecture and these sizes"
+    if not recipe_rows:
+        why = _explain_choice(best, rows, lookup, target)
+    if best.low and best.high:
+        why = (
+            f"an estimated {best.low.speedup:.2f} to {best.high.speedup:.2f} times the speed of"
+            f" plain decoding, {why}"
+        )
+    reason = f"{why}.{_describe_needs(best, target, start)}"
+    return recommendation | {"reason": reason, "start": start}
+
+
+def _list_recipe_rows(rows: Sequence[PlanRow], target: TargetFacts) -> list[PlanRow]:
+    """Return the rows whose recipe is made for the target's sizes, the one to start with first.
+
+    There are none if the user named an existing draft: then the question is what that one gains.
+    """
+    if any(row.draft for row in rows):
+        return []
+    recipe_rows = [row for row in rows if row.available and row.recipe in target["recipes"]]
+    useful_rows = [row for row in recipe_rows if row.high is None or row.high.speedup > 1]
+    return sorted(useful_rows, key=partial(_make_sort_key, target))
+
+
+def _describe_alternatives(
+    best: PlanRow, recipe_rows: Sequence[PlanRow], generic: PlanRow, rows: Sequence[PlanRow]
+) -> str | None:
+    """Name what else could be done first: other shipped recipes, and the best other methods.
+
+    Args:
+        best: the recommended row.
+        recipe_rows: the rows of the other shipped recipes for this target.
+        generic: the row of the method that is best without a shipped recipe.
+        rows: the rows of the plan.
+
+    Returns:
+        The alternatives with their speedups; None if there are none.
+    """
+    # If a recipe is recommended, its alternatives are the other recipes and one other method.
+    # Otherwise they are the methods with the next best estimates.
+    methods = [generic]
+    if best is generic:
+        others = [row for row in rows if row is not best and row.middle > 1]
+        methods = sorted(others, key=lambda row: -row.middle)[:NUM_ALTERNATIVES]
+    texts = [f"{row.recipe}{_format_speedup(row)}" for row in recipe_rows]
+    texts += [f"{row.method}{_format_speedup(row)}" for row in methods]
+    return ", ".join(texts) or None
+
+
+def _format_speedup(row: PlanRow) -> str:
+    """Format the estimated speedup of a row in parentheses; empty without an estimate."""
+    if row.low is None or row.high is None:
+        return ""
+    return f" ({row.low.speedup:.2f} to {row.high.speedup:.2f}×)"
+
+
+def _format_start(
+    row: PlanRow, target: TargetFacts, budget: Budget | None, suite: str
+) -> str | None:
+    """Return the commands that measure what exists already, or that train a draft.
+
+    Args:
+        row: the row of the draft, or of n-gram lookup.
+        target: the facts of the plan about the target.
+        budget: the memory of one device that serves the target alone; None if not known.
+        suite: the name or file of the prompts.
+    """
+    if row.draft or not METHODS[row.method].is_trained:
+        return _format_eval_command(row, target, budget, suite)
+    return _format_training_commands(row, target, budget)
 
 
 def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -> PlanRow:
@@ -383,9 +463,10 @@ def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool,
 
 
 def _is_own(row: PlanRow, target: TargetFacts) -> bool:
-    """Return whether a row's recipe was made for this very target."""
-    return row.recipe is not None and bool(
-        read_recipe(row.recipe)["target"]["model"] == target["model"]
+    """Return whether a row's recipe was made for this very target, or for one of its sizes."""
+    return row.recipe is not None and (
+        row.recipe in target["recipes"]
+        or bool(read_recipe(row.recipe)["target"]["model"] == target["model"])
     )
 
 
@@ -511,16 +592,11 @@ def _format_training_commands(
         {"launch": launch.configuration, "num_processes": number} if number > 1 else {}
     )
 
-    # A recipe made for this target lists the commands that prepare its data in its header. Long
-    # commands are broken into two lines there. Each command gets the user's consent, if there is
-    # one (`text * False` is empty).
+    # A recipe made for this target lists the commands that prepare its data in its header.
     if _is_own(row, target):
-        text = (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8")
-        commands = []
-        for line, program in HEADER_COMMAND.findall(text.replace(LINE_BREAK_IN_HEADER, "")):
-            commands.append(line + CONSENT[program] * trusted)
-        commands.append(_format_command("train", target, {"recipe": row.recipe, **launched}))
-        return "\n".join(commands)
+        keys = {"recipe": row.recipe, **_list_target_keys(row.recipe, target), **launched}
+        commands = _read_header_commands(row.recipe, target)
+        return "\n".join([*commands, _format_command("train", target, keys)])
 
     # Otherwise adapt the recipe for small targets. On several devices a server generates the data,
     # and training splits the target's layers among the devices.
@@ -561,6 +637,45 @@ def _format_training_commands(
     }
     make_data = _format_command("data make", target, data_keys)
     return "\n".join([server, make_data, train])
+
+
+def _list_target_keys(recipe: str, target: TargetFacts) -> dict[str, object]:
+    """Return the keys that give a shipped recipe another target than the one that it names."""
+    settings = read_recipe(recipe)["target"]
+    if settings["model"] == target["model"]:
+        return {}
+
+    # A recipe that names no target cannot train on quantized weights, such as those on the Hub.
+    is_refused = settings["model"] == REQUIRED_MARK and target["quantization"]
+    unpinned = "null" if "revision" in settings else None
+    return {
+        "target.model": BFLOAT16_TARGET if is_refused else target["model"],
+        "target.revision": unpinned if is_refused else target["revision"] or unpinned,
+    }
+
+
+def _read_header_commands(recipe: str, target: TargetFacts) -> list[str]:
+    """Return the commands in a shipped recipe's header that prepare its data, for a target."""
+    keys = _list_target_keys(recipe, target)
+    trusted = target["trust_remote_code"]
+    text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    commands = []
+    # Long commands are broken into two lines. Each command gets the user's consent, if there is one
+    # (`text * False` is empty).
+    for line, program in HEADER_COMMAND.findall(text.replace(LINE_BREAK_IN_HEADER, "")):
+        words = [word for word in shlex.split(line) if not word.startswith("target.model=")]
+        if keys and program == "vllm":
+            # `vllm serve MODEL --revision COMMIT`: both belong to the recipe's own target.
+            options = words[3:]
+            if options[:1] == ["--revision"]:
+                options = options[2:]
+            if target["revision"]:
+                options = ["--revision", target["revision"], *options]
+            words = [*words[:2], target["model"], *options]
+        elif program == "specdistill":
+            words += [f"{key}={value}" for key, value in keys.items() if value is not None]
+        commands.append(shlex.join(words) + CONSENT[program] * trusted)
+    return commands
 
 
 def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) -> dict[str, object]:

@@ -31,6 +31,8 @@ from tests.refusals import refused_key
 from tests.scripts import load_script
 from tests.tiny import qwen, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("no_shipped_recipe")
+
 OF_EVAL = {
     "target": "target.model",
     "draft": "eval.draft",

@@ -37,6 +37,8 @@ from tests.targets.architectures import TRAINED, read_page, tiny_model
 from tests.targets.architectures import described as described_on_page
 from tests.tiny import tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("no_shipped_recipe")
+
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -458,7 +460,7 @@ def test_a_plan_is_one_screen_that_answers_first(
             print_plan(plan, [], "not asked: hub=false", details=details)
         return output.getvalue()
 
-    for width, height in ((80, 45), (100, 40)):
+    for width, height in ((80, 47), (100, 41)):
         screen, detailed = shown(width, False), shown(width, True)
         lines = screen.splitlines()
         assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ")
