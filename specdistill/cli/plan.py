@@ -62,7 +62,7 @@ def plan(arguments: list[str]) -> int:
     draft = read_model_config(draft_name, key="draft", revision=revision) if draft_name else None
 
     # Estimate every method on the chosen device. `computed` runs the training step of each method
-    # over tensors without content, to estimate its cost better. That takes most of a minute, so it
+    # over tensors without content, to estimate its cost better. That takes many times longer, so it
     # is done only for details=true. Ask the Hub for published drafts of this target, unless the
     # user typed hub=false.
     device, serving = choose_device(options.serving, target)
