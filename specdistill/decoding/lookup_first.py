@@ -45,7 +45,9 @@ class LookupFirstProposer:
     """
 
     def __init__(self, draft: Proposer, lookup: Proposer, config: LookupFirstConfig) -> None:
-        self.tree = build_tree_shape(config.draft_tree) if config.draft_tree else None
+        self.tree = None
+        if config.draft_tree:
+            self.tree = build_tree_shape(config.draft_tree, "eval.lookup_first.draft_tree")
         if self.tree and not isinstance(draft, TreeProposer):
             raise make_unused_key_error(
                 "eval.lookup_first.draft_tree",

@@ -410,14 +410,29 @@ class DynamicTree:
 TreeShape = StaticTree | DynamicTree
 
 
-def build_tree_shape(config: TreeConfig) -> TreeShape:
-    """Return the tree shape that `eval.tree` of a recipe describes.
+def build_tree_shape(config: TreeConfig, key: str = "eval.tree") -> TreeShape:
+    """Return the tree shape that a section of a recipe describes.
 
     `branching` alone describes a static tree; `budget`, `depth` and `top_k` a dynamic one.
 
+    Args:
+        config: the section.
+        key: the key of the section, which errors name.
+
     Raises:
-        UserError: if the keys are mixed, or one of the three is missing.
+        UserError: if the keys are mixed, if one of the three is missing, or for sizes that no tree
+            can have.
     """
+    try:
+        return _build_tree_shape(config)
+    except UserError as error:
+        for name in type(config).model_fields:
+            error.rename_key(f"eval.tree.{name}", f"{key}.{name}")
+        raise
+
+
+def _build_tree_shape(config: TreeConfig) -> TreeShape:
+    """Return the tree shape that a section describes. Errors name the keys of `eval.tree`."""
     sizes = config.model_dump(exclude={"branching"})
     if config.branching is not None:
         surplus_names = [name for name, size in sizes.items() if size is not None]

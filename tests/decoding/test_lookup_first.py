@@ -133,3 +133,7 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert not grown.has_drawn_candidates(Sampling(1.0), None)  # the best tokens
     with refused("eval.lookup_first.draft_tree", '{"branching": [2]}'):
         behind_lookup(ngram_proposer(), draft_tree={"branching": [2]})
+    with refused("eval.lookup_first.draft_tree.budget"):
+        behind_lookup(head, draft_tree={"budget": 1, "depth": 3, "top_k": 2})
+    with refused("eval.lookup_first.draft_tree.top_k"):
+        behind_lookup(head, draft_tree={"budget": 4, "depth": 3})
