@@ -40,7 +40,7 @@ MAX_FACTORS = 8
 # can reach ln W exactly, so the warning uses the same tolerance.
 TOLERANCE = 0.001
 # Up to this output scale a target counts as ordinary. It is the scale of the final norm's weights
-# times that of the logits: 1.1 for pico, 1 for random models, 26 for Gemma.
+# times the scale of the logits: 1.1 for pico, 1 for random models, 26 for Gemma.
 ORDINARY_SCALE = 2.0
 # Losses, in units of ln W, above which a fresh draft is scaled down. With an ordinary output scale
 # the limit is above the first losses of 1.2 to 1.5 ln W that were better kept (see the module).
@@ -55,8 +55,8 @@ def check_first_loss(
 ) -> None:
     """Measure a draft's loss before training, and make it smaller if a fresh draft's is too high.
 
-    For that, the output of the fresh draft is scaled down. A loss above ln W, that of an even guess
-    among the draft's W tokens, is logged as a warning.
+    For that, the output of the fresh draft is scaled down. An even guess among the draft's W tokens
+    has the loss ln W. A loss above ln W is logged as a warning.
 
     Args:
         objective: the module that holds the draft and computes its loss. Its divergence is changed
@@ -92,7 +92,7 @@ def check_first_loss(
         if is_fresh and loss > max_loss:
             loss = _scale_down(objective, inputs, loss, even_loss)
 
-    # Warn of a first loss above that of an even guess.
+    # Warn of a first loss that is above the loss of an even guess.
     objective.draft.train(was_training)
     if loss > even_loss * (1 + TOLERANCE) and is_first():
         remedy = (

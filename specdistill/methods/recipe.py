@@ -187,8 +187,8 @@ class TrainedRecipe(Recipe):
     )
     optimizer: Literal["muon_adamw", "adamw"] = option(
         "muon_adamw",
-        "optimizer; muon_adamw: Muon for matrices, AdamW for other weights; adamw: that of"
-        " transformers' Trainer, which is AdamW unless train.optim names another",
+        "optimizer; muon_adamw: Muon for matrices, AdamW for other weights; adamw: the optimizer of"
+        " transformers' Trainer (AdamW, unless train.optim names another one)",
     )
 
     @property

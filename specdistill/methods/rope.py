@@ -34,7 +34,7 @@ def read_entries(config: RawConfig) -> list[dict[str, object]]:
         of `normalize`.
     """
     # The newer key `rope_parameters` may hold one entry for each kind of layer. Otherwise there is
-    # one entry: that of the older key `rope_scaling` if it is given, else that of the newer key.
+    # one entry: the value of the older key `rope_scaling` if it is given, else of the newer key.
     newer = config.get("rope_parameters") or {}
     nested = [entry for entry in newer.values() if isinstance(entry, dict)]
     entries = nested or [config.get("rope_scaling") or newer]
@@ -48,8 +48,8 @@ def choose_entry(parameters: RawConfig | None) -> dict[str, Any]:
     one of sliding attention. The draft's layers rotate all dimensions of queries and keys, even if
     the target's layers rotate only some (`partial_rotary_factor`, Gemma 4's `proportional`).
     """
-    # If the values are entries of their own, there is one for each kind of layer. Take that of full
-    # attention, because a head attends to all positions.
+    # If the values are entries of their own, there is one for each kind of layer. Take the entry of
+    # full attention, because a head attends to all positions.
     entry = dict(parameters or {})
     if any(isinstance(value, Mapping) for value in entry.values()):
         entry = dict(entry.get("full_attention") or entry.get("sliding_attention") or {})
@@ -120,7 +120,7 @@ def find_contradiction(config: RawConfig) -> str | None:
     older = config.get("rope_scaling") or {}
     theta = config.get(THETA)
 
-    # If there is one entry for each kind of layer, compare the older keys with that of full
+    # If there is one entry for each kind of layer, compare the older keys with the entry of full
     # attention.
     place = "rope_parameters"
     if isinstance(newer.get("full_attention"), dict):

@@ -435,9 +435,13 @@ def _list_kernel_arguments(
 
 
 def _convert_window(window: int | None) -> dict[str, int]:
-    """Return the kernel's options for a sliding window, which does not count the token itself."""
-    # The options are the numbers of tokens seen to the left (-1 for all) and to the right (none,
-    # because these come later).
+    """Return the kernel's options for a sliding window.
+
+    Args:
+        window: tokens that a token sees, itself included; None for all up to itself.
+    """
+    # The kernel wants the number of tokens seen to the left (-1 for all) and to the right (none,
+    # because these come later). Unlike `window`, the number does not include the token itself.
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 

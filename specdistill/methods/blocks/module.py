@@ -304,8 +304,8 @@ def block_config(
             "draft.aux_layers",
             got=layers,
             expected=(
-                f"different layers in ascending order from 1 to {target.num_layers}, the target's"
-                " depth"
+                f"layers from 1 to {target.num_layers} (the target's depth), each only once, in"
+                " ascending order"
             ),
         )
     return {

@@ -210,6 +210,9 @@ class ChainAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of query, keys and values.
 
+        `forward` merged two parts with a joint softmax: the attention to step 0, which a kernel
+        computes, and the keys and values of the chain's own later steps.
+
         Args:
             ctx: what `forward` kept.
             grad: the gradient of the attention output [S, N, e].
@@ -218,15 +221,15 @@ class ChainAttention(torch.autograd.Function):
             The gradient of each argument of `forward`: None for those that are no floating-point
             tensors.
         """
-        # The kernel's own backward pass gives the gradients of step 0's block. It is given the
-        # joint output and log-sum-exp, so its weights are those of the joint softmax.
+        # The kernel's own backward pass gives the gradients of the attention to step 0. It gets the
+        # joint output and log-sum-exp, so that it uses the weights of the joint softmax.
         query, cumulative_lengths, output, lse_NS, weights, key, value, *chain = ctx.saved_tensors
         dq_SNd, dk_SGd, dv_SGe = attend_packed_backward(
             grad, query, key, value, output, lse_NS, cumulative_lengths, ctx.longest, ctx.window
         )
 
-        # Add the gradients of the chain's entries: ds_j = p_j (do v_j - do o), from which follow
-        # dq += ds_j k_j, dk_j = ds_j q and dv_j = p_j do. A key or value of a group is shared by n
+        # Add the gradients of the chain's own steps j: ds_j = p_j (do v_j - do o), from which
+        # follow dq += ds_j k_j, dk_j = ds_j q and dv_j = p_j do. A key or value is shared by n
         # query heads, so its gradient is summed over them.
         step_grads = [dk_SGd, dv_SGe]
         q, g, dq = (_group_heads(x, key) for x in (query, grad, dq_SNd))

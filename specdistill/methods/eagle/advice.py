@@ -74,7 +74,7 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a config.json is that of an EAGLE-1 head.
+        """Return whether a config.json belongs to an EAGLE-1 head.
 
         The heads of SafeAILab call themselves plain Llama models, so they are recognized by their
         sizes: one layer, as wide as the target.

@@ -112,7 +112,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a config.json is that of an EAGLE-3 head."""
+        """Return whether a config.json belongs to an EAGLE-3 head."""
         has_keys = bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())
         return "eagle3" in draft.calls_itself or has_keys
 

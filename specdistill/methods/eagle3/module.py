@@ -296,6 +296,6 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[
         raise UserError(
             "draft.aux_layers",
             got=layers,
-            expected=f"different layers from 0 to {num_layers}, the target's depth",
+            expected=f"layers from 0 to {num_layers} (the target's depth), each only once",
         )
     return layers

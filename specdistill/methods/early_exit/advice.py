@@ -70,7 +70,7 @@ class ExitAdvice(Advice[ExitDraft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a draft's config.json is that of an early exit."""
+        """Return whether a draft's config.json belongs to an early exit."""
         return is_exit_config(draft.raw)
 
     def build_simulation(self, draft: ExitDraft, num_tokens: int) -> ExitDistillation:

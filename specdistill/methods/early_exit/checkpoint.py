@@ -98,7 +98,7 @@ def check_exit(
 
 
 def is_exit_config(config: RawConfig) -> bool:
-    """Return whether a config.json is that of an early exit."""
+    """Return whether a config.json belongs to an early exit."""
     return bool(config.get("architectures") == [ARCHITECTURE])
 
 

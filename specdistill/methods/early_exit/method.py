@@ -96,7 +96,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
     advice = ExitAdvice()
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder's config.json is that of an early exit."""
+        """Return whether a folder's config.json belongs to an early exit."""
         return is_exit_config(config)
 
     def create(self, recipe: ExitRecipe, target: FrozenTarget, rows: Dataset) -> ExitDraft:

@@ -27,7 +27,7 @@ class SplitTarget(CachedTarget):
     """A `CachedTarget` that reads in two parts.
 
     `advance` takes tokens through the first layers, one at a time. `read` then takes all these
-    tokens through the other layers.
+    tokens through the later layers.
 
     Raises:
         UserError: naming the architecture, for a target that computes other hidden states if it
@@ -38,7 +38,7 @@ class SplitTarget(CachedTarget):
         """Split the target after its first `exit_layer` layers, and test that it can be split."""
         super().__init__(target, ())
         self.exit_layer = exit_layer
-        # States [1, T, D] after layer E, of tokens that the other layers have not read yet.
+        # States [1, T, D] after layer E, of tokens that the later layers have not read yet.
         self._states: list[Tensor] = []
 
         # Refuse a target that cannot be split. A recurrent layer cannot forget rejected tokens one
@@ -102,15 +102,15 @@ class SplitTarget(CachedTarget):
         state = torch.cat(self._states, dim=1)
         self._states = []
 
-        # A model asks the first layer of a cache how many tokens it holds. The first E layers have
-        # read these tokens already, and the others have not. So in a copy of the cache, the entry
-        # of the first other layer also stands in the places of the first E layers. The entries of
-        # the other layers stay in their places, where the layers look for them.
+        # A model asks the first entry of a cache how many tokens are cached. The first E layers
+        # have cached the tokens of this pass already, and the later layers have not. So in a copy
+        # of the cache, the entry of layer E + 1 replaces the first E entries. The entries of the
+        # later layers stay in their places, where the layers look for them.
         upper_cache = copy.copy(self.cache)
         upper_layers = self.cache.layers[self.exit_layer :]
         upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
 
-        # The other layers start from the states after layer E, not from embeddings.
+        # The later layers start from the states after layer E, not from embeddings.
         def enter(
             _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> tuple[object, dict[str, object]]:

@@ -78,5 +78,5 @@ class ModelAdvice(Advice[PreTrainedModel]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a config.json is that of a whole language model."""
+        """Return whether a config.json belongs to a whole language model."""
         return draft.is_causal_lm

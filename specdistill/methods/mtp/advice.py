@@ -116,7 +116,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a config.json is that of a multi-token-prediction draft."""
+        """Return whether a config.json belongs to a multi-token-prediction draft."""
         return "mtp" in draft.calls_itself
 
     def find_native_layers(

@@ -509,8 +509,9 @@ def _convert_tensors(
 ) -> dict[str, Tensor]:
     """Load the draft's tensors under the names and dtypes that they get in the target's checkpoint.
 
-    If the checkpoint has such a layer already, its names and dtypes are used. Otherwise the names
-    are those that engines expect, and the dtypes those of similar tensors in the checkpoint.
+    If the checkpoint has such a layer already, the layer's names and dtypes are used. Otherwise the
+    names are the ones that engines expect, and each dtype is the one of a similar tensor in the
+    checkpoint.
 
     Args:
         draft: the folder of the draft.

@@ -21,7 +21,7 @@ class PardAdvice(ModelAdvice):
         super().__init__(PUBLISHED_FIGURES, NOTE)
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a config.json is that of a language model that fills masks."""
+        """Return whether a config.json belongs to a language model that fills masks."""
         return has_mask(draft.raw) and draft.is_causal_lm
 
 

@@ -268,10 +268,10 @@ class ParallelDistillation(Distillation):
         )
         number_BN = torch.cat((torch.zeros_like(input_ids), numbers_BM), 1)
 
-        # `last_BN` is the position, within the document, of the token that the slot belongs to. A
-        # mask stands as many positions after the token as its number says.
-        last_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)
-        position_BN = last_BN + number_BN
+        # `token_position_BN` is the position, within the document, of the token that the slot
+        # belongs to. A mask stands as many positions after the token as its number says.
+        token_position_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)
+        position_BN = token_position_BN + number_BN
 
         def build_visibility(window: int | None) -> Tensor:
             """Return which slots each slot may attend to, as bool [B, 1, queries N, keys N].
@@ -284,9 +284,9 @@ class ParallelDistillation(Distillation):
             query_column, query_number, query_position = (x_BN[:, None, :, None] for x_BN in slots)
 
             # A query sees the tokens (number 0) of its document up to its column, and the masks of
-            # the same column up to its own number. The first column of its document is its column
-            # minus the position in the document of its token.
-            first_column = (column_BN - last_BN)[:, None, :, None]
+            # the same column up to its own number. A token at position p of a document is p columns
+            # after the document's first column.
+            first_column = (column_BN - token_position_BN)[:, None, :, None]
             is_visible = torch.where(
                 key_number == 0,
                 (key_column >= first_column) & (key_column <= query_column),
