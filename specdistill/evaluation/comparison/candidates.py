@@ -140,7 +140,7 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
         drafts: the folders, Hub ids and methods that the command names.
 
     Raises:
-        UserError: if two drafts have the same name.
+        UserError: if two names are still equal, e.g. those of paths that differ only in case.
     """
     # List the possible names of each draft, from the shortest to the longest: the last part of its
     # path, the last two parts, and so on. The root `/` of a path is left out ([1:]).

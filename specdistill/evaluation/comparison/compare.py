@@ -195,8 +195,8 @@ def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Diffe
     """
     differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
     for name in differences:
-        # `speedup` is the only name that is no part. Both candidates need a value, and that of the
-        # best one must not be 0, because a relative change from 0 is not defined.
+        # `speedup` is the only name that is no part. Both candidates need a value. The best one's
+        # must not be 0, because a relative change from 0 is not defined.
         metric = PARTS.get(name, METRICS["speedup"])
         if compute_value(metric, sums) is not None and compute_value(metric, best):
             change, bounds = compute_relative_change(metric, sums, best, seed=seed)

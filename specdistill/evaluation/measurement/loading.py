@@ -261,7 +261,7 @@ def _name_adapters(adapters: Sequence[str]) -> list[str]:
             raise UserError("target.adapter", got=f"{adapter} twice", expected="different adapters")
     names = [Path(adapter).name for adapter in adapters]
 
-    # A name is used as a category, and ALL_PROMPTS (`all`) is already that of the whole suite.
+    # A name becomes a category, and the whole suite already has the name ALL_PROMPTS (`all`).
     if ALL_PROMPTS in names or len(set(names)) < len(names):
         return list(adapters)
     return names

@@ -9,8 +9,8 @@ rounds differently from several passes over one token each. So completions may d
 where the target's two best tokens have almost equal logits. Divergences at near-ties are counted.
 Any other divergence is a bug.
 
-**Sampling.** Two tokens are drawn many times with the draft. A chi-square test compares how often
-each pair was drawn with the pair's exact probability. A test that never fails proves nothing, so
+**Sampling.** Two tokens are drawn many times with the draft. A chi-square test compares the
+frequency of each pair with the pair's exact probability. A test that never fails proves nothing, so
 the same test must reject a verification rule that is wrong on purpose: the negative control.
 
 Shapes: N draft tokens, T positions, V vocabulary.
@@ -71,7 +71,7 @@ TOKENS_PER_DRAW = 4
 MIN_DRAWS = 50
 MAX_DRAWS = 400
 
-# A function from the token ids of a batch's prompts to those of their completions.
+# A function from the token ids of a batch's prompts to the token ids of their completions.
 Generate = Callable[[tuple[tuple[int, ...], ...]], Sequence[tuple[int, ...]]]
 # One entry for each prompt, as `find_divergence` returns it.
 Divergences = list[FirstDivergenceDocument | None]
@@ -335,12 +335,12 @@ def run_sampling_test(
     """Test whether tokens that are sampled with a draft have the target's distribution.
 
     After one prompt, two tokens are drawn many times. The first comes from the prefill, the second
-    from a round with a draft. A chi-square test compares how often each pair was drawn with its
-    exact probability.
+    from a round with a draft. A chi-square test compares the frequency of each pair of tokens with
+    the pair's exact probability.
 
     The same test must reject a verification rule that is wrong on purpose (the negative control).
-    This control runs first. If a short test does not detect the wrong rule, it goes on to
-    MAX_DRAWS.
+    This control runs first. If it does not reject the wrong rule after few draws, it continues up
+    to MAX_DRAWS. The test of the right rule then takes as many draws as the control.
 
     Args:
         target: the target that verifies.
@@ -470,9 +470,9 @@ def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws:
     if num_draws is None:
         num_draws = choose_num_draws(len(prompts) * settings.max_new_tokens * settings.repeats)
 
-    # Add those of the sampling test. It decodes some prompts to choose one of them, with one pass
-    # for each token at most. Then each draw takes two passes, a prefill and a round, with the right
-    # verification rule and again with the wrong one: four passes.
+    # Add the passes of the sampling test. It decodes some prompts to choose one of them, with one
+    # pass for each token at most. Then each draw takes two passes, a prefill and a round, with the
+    # right verification rule and again with the wrong one: four passes.
     if num_draws > 0:
         num_probed = min(len(prompts), NUM_PROBED_PROMPTS) * NUM_PROBED_TOKENS
         num_passes += num_probed + 4 * num_draws

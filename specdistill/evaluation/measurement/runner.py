@@ -488,7 +488,7 @@ def decode_prompts(
                     continue
 
                 # Let lookups know the plain outputs of all earlier prompts. The runs of all drafts
-                # share these outputs, so those of the first draft are enough.
+                # share these outputs, so the runs of the first draft are enough.
                 remember_outputs(proposers, runs[0][: batch.start])
 
                 # Decode the batch in every arm. The arm that comes first rotates. If there was no

@@ -286,7 +286,7 @@ def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) ->
     category with longer completions counts more.
 
     Args:
-        rows: the rows of the configuration: that of the whole suite, then one for each category.
+        rows: the rows of the configuration: one for the whole suite, then one for each category.
         records: the records of the prompts, from which the confidence intervals are computed.
     """
     # A number can be averaged over the categories only if every category has it.
@@ -544,8 +544,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     engine = ENGINES.get(report.get("engine", {}).get("name", ""))
 
     # An engine that counts more accepted tokens than a completion has. In the worst case each
-    # prompt has K such tokens, so the acceptance length is too high by prompts · K / drafts. (Here
-    # `engine` is None if this package decoded, which does not count such tokens.)
+    # prompt has K such tokens, so the acceptance length is too high by prompts · K / drafts. (If
+    # this package decoded, `engine` is None, and no such tokens are counted.)
     if engine and engine.counts_past_end and row["num_drafts"]:
         max_excess = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (

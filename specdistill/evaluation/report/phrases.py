@@ -224,8 +224,8 @@ def format_gain(row: ResultRow) -> str:
 def describe_losslessness(report: Report) -> tuple[str, str]:
     """Return two sentences about whether the output with a draft is the output of the target.
 
-    The first one has the result of comparing greedy completions, the second one that of the test of
-    sampled tokens. For a comparison that was not made, the sentence gives the reason.
+    The first one is about the comparison of greedy completions, the second one about the test of
+    sampled tokens. If one of them was not made, the sentence gives the reason.
     """
     # Describe the completions that differ, if there are any. `first` is the first such completion.
     # Its `top2_gap` is the difference between the target's two best logits, at the first token that

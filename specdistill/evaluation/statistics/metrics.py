@@ -389,9 +389,10 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     The rates are absent if nothing was drafted. A rate is None if no draft reached its position:
 
     - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
-      token was accepted. A draft reaches k if its round emits at least k tokens. So a round that a
-      stop token or the length limit ends before k does not count. For a server, which sends totals
-      only, a draft reaches k if its first k - 1 tokens are accepted.
+      token was accepted. A draft reaches k if its round emits at least k tokens: the k-th one is
+      the accepted token, or the target's own in its place. So a round that a stop token or the
+      length limit ends before k does not count. For a server, which sends totals only, a draft
+      reaches k if its first k - 1 tokens are accepted.
     - acceptance_rate_per_position [K]: the product of the conditional rates up to k, the
       Kaplan-Meier estimate. It is accepted_per_position / num_drafts if no round was cut short.
 

@@ -147,9 +147,11 @@ def compute_speedup_curve(
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 
     def make_point(rounds_of_text: float, mean_cost: RoundCost) -> dict[str, float]:
-        """Return the point of the curve for a K' at which the text takes `rounds_of_text` rounds.
+        """Return the point of the curve for one K'.
 
-        `mean_cost` is the mean cost of these rounds. The length of the text is always `num_tokens`.
+        Args:
+            rounds_of_text: how many rounds the text of `num_tokens` tokens takes at this K'.
+            mean_cost: K', and the mean cost of these rounds.
         """
         length = num_tokens / rounds_of_text
         v = mean_cost.verify_ms / step_ms

@@ -737,8 +737,8 @@ def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
 
     from specdistill.common.repositories import HTTP_ERROR
 
-    # The library recognizes a newer file on the server by its ETag. With `use_etag=False` it does
-    # not ask the server if the cache has the file.
+    # The library asks the server for the file's ETag, to recognize a newer file. With
+    # `use_etag=False`, it takes a file that is in the cache without asking.
     try:
         config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
         return Path(DownloadManager(download_config=config).download(place)).read_bytes()
