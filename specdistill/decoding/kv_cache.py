@@ -309,11 +309,12 @@ class DraftKVCache(BatchKVCache):
             self._first = max(0, start - self._window + 1)
 
         # Build the mask that all layers use, if one is needed. A single token sees all positions
-        # that are left, so it needs none. Nor does a causal step whose kernel is causal by itself:
-        # on CUDA, and for a prompt (start = 0), where the mask would be as large as [T, T]. Row i
-        # of the mask is the query at position start + i, and column j the position first + j.
+        # that are left, so it needs none. `attend` needs none for a causal step on CUDA, or for a
+        # prompt (start = 0): then `attend_cached` applies causality and the window itself. Row i of
+        # the mask is the query at position start + i, and column j the position first + j.
         self._mask = None
-        if count > 1 and not (is_causal and (device.type == "cuda" or start == 0)):
+        can_omit_mask = is_causal and (device.type == "cuda" or start == 0)
+        if count > 1 and not can_omit_mask:
             mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
             if is_causal:
                 mask_TS = mask_TS.tril(start - self._first)

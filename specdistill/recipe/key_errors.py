@@ -103,9 +103,9 @@ def explain_errors(
 def _rank_error(schema: type[Section], detail: ErrorDetails) -> int:
     """Return the rank of one of pydantic's errors; the error with the lowest rank is shown.
 
-    The order is: unknown key (0), wrong value (1), missing key (2), and last a key that only
-    another variant of the section has (3). That variant was often not chosen because of another
-    error.
+    The order is: unknown key (0), wrong value (1), missing key (2), and a key that only another
+    variant of the section has (3). The last kind is often only a consequence: because of another
+    error, that variant was not chosen.
     """
     if detail["type"] == "extra_forbidden":
         return 3 if _is_key_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0

@@ -742,9 +742,11 @@ class LlamaCppConfig(Section):
         " flight",
         ge=1,
     )
-    batch_size: int | None = option(None, "maximum tokens of a logical batch", ge=1)
+    batch_size: int | None = option(
+        None, "maximum tokens of a batch before it is divided (logical batch)", ge=1
+    )
     ubatch_size: int | None = option(
-        None, "maximum tokens computed together (physical batch)", ge=1
+        None, "maximum tokens that are computed at once (physical batch)", ge=1
     )
     threads: int | None = option(None, "CPU threads", ge=1)
     spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)

@@ -148,8 +148,10 @@ class Served:
     @property
     def pinned(self) -> str | None:
         """The revision of `model`."""
-        # If the model is not the target itself, it is `output`, the target with its draft.
-        return self.draft_revision if self.model != self.target_name else self.revision
+        if self.model == self.target_name:
+            return self.revision
+        # Otherwise the model is `output`, which contains the target and the draft.
+        return self.draft_revision
 
     @property
     def most_tokens(self) -> int:
@@ -313,7 +315,8 @@ class Engine:
         """Return the K and the lookup to start this engine with, given those of the measurement.
 
         If this engine supports the lookup, both are as measured. Otherwise the lookup is left out,
-        and K is the number of tokens that the draft proposed where nothing was looked up.
+        and K is `lookup.levels`, the number of tokens that the draft proposed where nothing was
+        looked up.
 
         Args:
             k: the K of the measurement.
