@@ -202,7 +202,7 @@ class ModelFiles:
         return [file for file in files if not (self.folder / file).is_file()]
 
     def fetch(self, files: Sequence[str]) -> Path:
-        """Fetch those of the files that are not in the model's folder yet.
+        """Fetch the files that are not in the model's folder yet.
 
         If a file was fetched, all files of the commit are compared with the checksums that the Hub
         lists. Damaged files are removed from the cache, so that nobody uses them later.

@@ -68,7 +68,7 @@ class Release:
 
 
 def check_finished(run: Path) -> None:
-    """Raise UserError if a folder is not that of a run that was trained and measured."""
+    """Raise UserError if a folder is not a run that was trained and measured."""
     missing = [part for part in (DRAFT, RECIPE, PROVENANCE, REPORT) if not (run / part).exists()]
     if missing:
         raise UserError(

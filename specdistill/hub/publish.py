@@ -185,8 +185,7 @@ def publish_run(options: PublishOptions) -> Publication:
     folder = _choose_folder(options)
     stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
 
-    # Upload the files that differ from the Hub. The message is that of the tag, which `git tag`
-    # shows.
+    # Upload the files that differ from the Hub. The message is for the tag: `git tag` shows it.
     changes = repository.compare_with(folder)
     if options.dry_run:
         return Publication(name, tag, refusals, folder, changes)
@@ -305,7 +304,7 @@ def find_last_release(
     """Return the tag of the last release, and the report that the next release is compared with.
 
     By default, this report is the one that was published with the last release. With `baseline`, it
-    is that of a newer measurement of the last release, made with the settings of the next release.
+    is a newer report of the last release, measured with the settings of the next release.
 
     Args:
         repository: the repository of the releases.

@@ -158,7 +158,7 @@ def save_history(
         state: the Trainer's state, which has the log and the number of steps.
         folder: the run's folder.
         seconds: the wall time of all steps; NaN if unknown.
-        has_best: whether the saved draft is that of the best evaluation, not of the last step.
+        has_best: whether the saved draft is from the best evaluation, not from the last step.
     """
     draw(state.log_history, folder / CURVE)
     history = History(
@@ -282,7 +282,7 @@ class ProgressLines(TrainerCallback):
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
 
         # Format the figures. Estimate the time left from the steps since training began or resumed,
-        # once there are enough of them. At the last step no time is left, so it needs no estimate.
+        # once there are enough of them. At the last step one is enough, because no time is left.
         parts = [
             template.format(figures[name])
             for name, template in PROGRESS_FIGURES.items()

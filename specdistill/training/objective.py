@@ -2,8 +2,8 @@
 
 An objective is a draft together with its loss. The loss compares the draft's distribution with the
 target's at each loss token. The positions of loss tokens are found once, when a batch is collated
-(specdistill.data.rows.packing). Metrics are kept as sums and counts, and are divided after those of
-all batches and processes have been added up.
+(specdistill.data.rows.packing). Metrics are kept as sums and counts. The sums are divided by the
+counts after all batches and processes have been added up.
 
 Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of them, D target
 hidden, V target vocabulary, W draft vocabulary, K drafted positions, N drafts (blocks or chains).

@@ -162,7 +162,7 @@ class DistillationTrainer(ResumableTrainer):
     ) -> Tensor | tuple[Tensor, StepSums]:
         """Return the loss of a micro-batch: its sum over the loss tokens, divided by their count.
 
-        The count (`num_items_in_batch`) is that of all micro-batches and processes of the step.
+        The count (`num_items_in_batch`) is over all micro-batches and processes of the step.
         Nothing else divides the loss. Data parallelism averages gradients over processes, so the
         sum is multiplied by the number of processes. The step's gradient is then the same however
         the step's rows were divided into micro-batches and processes.
@@ -254,7 +254,7 @@ class DistillationTrainer(ResumableTrainer):
         Tokens per second are the sum over all processes, without the time of evaluations and saves.
         The peak memory is the largest of all processes.
         """
-        # Logs without a loss are those of evaluations, and of the end of training.
+        # Logs without a loss come from evaluations, and from the end of training.
         if "loss" in logs:
             local_tokens = torch.as_tensor(self.num_tokens, device=self.args.device)
             tokens = int(self.accelerator.reduce(local_tokens, "sum"))

@@ -313,8 +313,8 @@ def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
             " missing ones",
         )
 
-    # The header of each file says which block it holds, and by which plan, the hash of everything
-    # that the generated answers depend on. Both must be right.
+    # The header of each file has the number of its block and the hash of its plan. The plan is
+    # everything that the generated answers depend on. Both must be right.
     headers = [parse_json(read_header(path) or "{}") for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         if (header.get("plan"), header.get("block")) != (job.plan, number):

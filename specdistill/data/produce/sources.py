@@ -647,8 +647,8 @@ def _load(
         raise UserError(
             key,
             got=f"{source}, whose split {split} cannot be read as {kind or 'a data set'}: {reason}",
-            expected="a split that exists (set data.split, or split and name of the source's entry)"
-            " and whose rows all have the same columns",
+            expected="a split that exists (set data.split, or the keys `split` and `name` of the"
+            " source's entry) and whose rows all have the same columns",
         ) from error
 
 

@@ -71,8 +71,8 @@ def select_usable(
     """Find the documents that can be packed into rows, and count the others by the reason.
 
     A usable document has at least MIN_TOKENS tokens, is no longer than a row unless it may be cut
-    into pieces, and has a piece with a token that carries loss. Pieces of usable documents without
-    such a token are counted, too.
+    into pieces, and has a piece with a token that carries loss. If it also has pieces without such
+    a token, these pieces are counted, too.
 
     Args:
         documents: documents with the columns `length` and `loss_mask`.

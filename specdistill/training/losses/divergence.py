@@ -116,9 +116,9 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     expectation is exact, and mean and deviation are those under q: the mean is Q = sum_w q_w r_w,
     and the variance is Q (1 - Q).
 
-    So the gradient is that of `tvd` divided by sqrt(Q (1 - Q)). Its norm is at most 1, and it stays
-    strong where q puts little mass on the tokens that p prefers. If no token has a reward, the
-    gradient is zero.
+    So the gradient is the one of `tvd`, divided by sqrt(Q (1 - Q)). Its norm is at most 1, and it
+    stays strong where q puts little mass on the tokens that p prefers. If no token has a reward,
+    the gradient is zero.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     # Compute the advantage A, which is a constant for the gradient: (1 - Q) / sqrt(Q (1 - Q)) for a
@@ -135,8 +135,8 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
 
-    # The value is that of tvd, without its gradient. The difference of the surrogate and itself,
-    # detached, is zero and adds only the gradient of the surrogate.
+    # Return the value of `tvd` without its gradient, and add the surrogate minus its detached copy:
+    # this is zero, and brings only the gradient of the surrogate.
     surrogate_R = -(q * advantage_RW * log_q).sum(-1)
     return value_R + surrogate_R - surrogate_R.detach()
 
@@ -145,7 +145,7 @@ def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """Compute -log alpha, with alpha = sum_w min(p_w, q_w), for each of R tokens.
 
     p is the target's distribution over W tokens, and q the draft's (arXiv 2602.23881). alpha is the
-    probability that a token drawn from q is accepted. The gradient is that of `tvd` divided by
+    probability that a token drawn from q is accepted. The gradient is the one of `tvd`, divided by
     alpha. For a one-hot p the value is the cross-entropy. It is computed in logarithms, because
     alpha itself would be rounded to zero where p and q hardly overlap.
     """

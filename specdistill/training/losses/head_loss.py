@@ -246,8 +246,8 @@ def _compute_loss_and_gradient(
 class _BlockwiseHeadLoss(torch.autograd.Function):
     """An autograd function that sums the losses of rows, whose logits are one product or two.
 
-    The first product is that of rows and the head's weight, and `finish` scales and caps its
-    logits. The second product is that of a correction, which is added to them.
+    The first product is rows times the head's weight, and `finish` scales and caps its logits. The
+    second product is a correction, which is added to them.
     """
 
     @staticmethod
