@@ -19,7 +19,8 @@ def acquire(arguments: list[str]) -> int:
     # This module imports torch, so it is imported only here.
     from specdistill.hub.acquire import acquire as fetch_draft
 
-    # Print only the path of the draft, so that a shell can use the output.
+    # Print only the path of the draft, so that a shell can use the output. `print_result` prints
+    # nothing without --json.
     folder = fetch_draft(options)
     print(folder)
     print_result({"folder": folder})

@@ -602,7 +602,7 @@ def check_acceptance(
     findings = _compare_with_training(expected, decoded, completions)
 
     # Look for a wrong setting of the draft: one whose repair makes its predictions closer to the
-    # target's. Settings that the recipe of the draft's run records are known to be right.
+    # target's. A setting is known to be right if it is in the recipe of the draft's run.
     advice = load_method(diagnosis.method).advice
     run = run_of(diagnosis.folder)
     recipe = read_run_recipe(run) if run else None

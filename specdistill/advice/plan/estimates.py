@@ -854,7 +854,7 @@ def find_recipe(
         if keys.get("method") == method:
             recipes[name] = keys
 
-    # Prefer the recipe of this very target, then that of small targets, then that of pico.
+    # Prefer the recipe of this very target, then the one of small targets, then the one of pico.
     for name, keys in recipes.items():
         if name in own_recipes or keys["target"]["model"] == target:
             return name, keys

@@ -324,7 +324,7 @@ def infer_method(repository: str, tags: list[str]) -> str | None:
 def has_target_name(repository: str, target: str) -> bool:
     """Return whether a repository's name has every word and number of the target's name.
 
-    For example, `EAGLE3-LLaMA3.1-Instruct-8B` has those of `Llama-3.1-8B-Instruct`.
+    For example, `EAGLE3-LLaMA3.1-Instruct-8B` has all words of `Llama-3.1-8B-Instruct`.
     """
     target_words = _split_name(target)
     return bool(target_words) and target_words <= _split_name(repository)

@@ -288,7 +288,7 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
     rows = choose_part_rows(batch_size, cpu)
     parameters = count_weights_read(target.model)
     vocab_size = target.text.vocab_size
-    products = time_products(
+    seconds_per_parameter = time_products(
         choose_fast_dtype(cpu), *find_matrix_sizes(target), int(parameters), [rows]
     )
 
@@ -298,10 +298,12 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
     logits = torch.randn(SAMPLED_ROWS, vocab_size, generator=generator).to(choose_fast_dtype(cpu))
     ones = torch.ones(SAMPLED_ROWS)  # a temperature of 1 for each row
     sampling_seconds = time_fastest(lambda: sample(logits, ones, generator)) / SAMPLED_ROWS
-    # Answers at temperature 0 are greedy: they do not sample. `products` has the seconds per
-    # parameter, so the time of a pass is a product.
+
+    # Add the time of a pass over the layers, and the time of sampling. Answers at temperature 0 are
+    # greedy, which takes no sampling.
     sampled_share = sum(temperature > 0 for temperature in temperatures) / len(temperatures)
-    pass_seconds = parameters * products[rows] + LAYER_SECONDS * target.text.num_hidden_layers
+    product_seconds = parameters * seconds_per_parameter[rows]
+    pass_seconds = product_seconds + LAYER_SECONDS * target.text.num_hidden_layers
     return float(pass_seconds / rows + sampled_share * sampling_seconds)
 
 
