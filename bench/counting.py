@@ -86,12 +86,13 @@ def generate_here(
     to K tokens after the end, and these extra tokens are cut off.
 
     Args:
-        target: the target; it ignores stop tokens (`ignore_stop_tokens`).
+        target: the target. It must ignore stop tokens (`ignore_stop_tokens`), so that it completes
+            the last round.
         proposer: the draft; None for plain decoding.
         prompts: the token ids of each prompt.
         max_new_tokens: the limit of each completion.
         num_speculative_tokens: K.
-        stop_ids: tokens that end a completion.
+        stop_ids: tokens at which a completion is cut off.
 
     Returns:
         The completion of each prompt, with its counts.

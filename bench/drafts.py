@@ -114,7 +114,7 @@ def format_caption(report: Report, measured_for: str, settings: str | None = Non
 
     Args:
         report: one of the reports of the table.
-        measured_for: what was measured, and by which command.
+        measured_for: what was measured, and the command that measured it.
         settings: the settings of all lines; None for those of the report.
     """
     row = report["results"][0]

@@ -8,8 +8,8 @@ The chances depend on the true change of a draft and on the number of prompts.
 bench/gate.json holds measurements: `drafts` are pairs of two drafts on the same prompts, `timings`
 is one draft that was timed twice. A simulated release draws prompts with replacement and keeps the
 measurements of both drafts. It changes the later ones so that the true change over all measured
-prompts is the one on the axis. The rule is that of eval/gates/release.yaml, and the gate's own
-code decides it.
+prompts is the one on the axis. The rule is from eval/gates/release.yaml, and the gate's own code
+decides it.
 """
 
 import itertools

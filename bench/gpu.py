@@ -300,8 +300,8 @@ def run_process(
         killed.
     """
     last_lines: deque[str] = deque(maxlen=NUM_OUTPUT_LINES)
-    # The part gets a process group of its own, but no session. So whoever ends this process by its
-    # session ends the part as well.
+    # The command gets a process group of its own, which is killed at the time limit. But it stays
+    # in this process's session, so whoever kills the whole session also kills the command.
     process = subprocess.Popen(
         command,
         cwd=ROOT,

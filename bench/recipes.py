@@ -237,8 +237,8 @@ def compute_needs(name: str) -> RecipeNeeds:
     if settings["is_stored"]:
         memory["target"] -= count_layer_bytes(target)
 
-    # Divide the target and the draft among the processes of the launch. The tokens of a step are
-    # those of all processes.
+    # Divide the target and the draft among the processes of the launch. A step has the tokens of
+    # all processes.
     is_sharded = settings["shard"] == "layers"
     launch = describe_launch(
         target, memory, settings["launch"], num_processes, is_sharded=is_sharded
@@ -262,7 +262,7 @@ def compute_needs(name: str) -> RecipeNeeds:
 
 
 def count_recipe_steps(settings: RecipeSettings) -> int:
-    """Return the steps of a recipe; those of NUM_ANSWERS answers if its rows are not packed."""
+    """Return the steps of a recipe, for NUM_ANSWERS answers if its rows are not packed."""
     num_rows = NUM_ANSWERS
     if settings["is_packed"]:
         num_rows = estimate_rows(

@@ -303,10 +303,10 @@ def measure_as_vllm(
 
     Args:
         draft: the draft.
-        target: the target, which ignores stop tokens.
+        target: the target. It must ignore stop tokens, so that it completes the last round.
         prompts: the prompts.
         max_new_tokens: tokens per prompt.
-        stop_ids: tokens that end a completion.
+        stop_ids: tokens at which a completion is cut off.
     """
     proposer = load_proposer(draft.method, draft.folder, target, lookup_first=draft.lookup)
     completions = generate_here(

@@ -391,7 +391,7 @@ class DenseKVCache:
         # starts. With right=True this position counts as a part of the document that starts there.
         positions = torch.arange(rows * length, device=DEVICE)
         document_B1T = torch.bucketize(positions, self.starts, right=True).view(rows, 1, length)
-        # The keys of the first step are those of real tokens: a token sees the keys of its document
+        # The keys of the first step belong to real tokens: a token sees the keys of its document
         # up to its own position. A later step continues a draft at each position: among the keys of
         # that step, a token sees only the key at its own position.
         is_same_document_BTT = document_B1T.mT == document_B1T
