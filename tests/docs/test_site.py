@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
+import specdistill
+from specdistill.cli.main import VERBS
 from specdistill.common.project import ROOT
 from specdistill.evaluation.report.files import read_report, to_picture
 from specdistill.evaluation.report.phrases import format_verdict
 from specdistill.evaluation.report.text import to_markdown
+from tests.documented import keys_of
 
-CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+# `!ENV` and `!!python/name` are tags of mkdocs' own loader; the navigation has none.
+NAVIGATION = yaml.safe_load(
+    "nav:" + (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+)["nav"]
+REPOSITORY = "https://git.example/team/specdistill"
 LOADED = re.compile(
     r"<(?:link|script|img|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)"
 )
@@ -33,10 +40,17 @@ def leaves(nav: Any) -> list[str]:
 
 
 def test_navigation_has_every_page_once() -> None:
-    others = ["contributing.md", "changelog.md"]  # docs/site.py adds these
-    assert sorted(leaves(CONFIG["nav"])) == sorted(
-        [*others, *(page.name for page in (ROOT / "docs").glob("*.md"))]
-    )
+    # docs/site.py adds these two and the pages in reference/
+    others = ["contributing.md", "changelog.md"]
+    pages = [page for page in leaves(NAVIGATION) if not page.startswith("reference/")]
+    assert sorted(pages) == sorted([*others, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+
+
+def test_pages_are_short() -> None:
+    """Without the generated reference: the tables of recipes and of supported models."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    text = re.sub(r"<!-- (recipes|kinds) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 20_000
 
 
 def test_the_sample_report_is_what_the_code_makes_of_its_numbers() -> None:
@@ -64,7 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         check=False,
         timeout=300,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "REPO_URL": REPOSITORY},
     )
     assert result.returncode == 0, result.stderr
     assert "WARNING" not in result.stderr
@@ -80,23 +94,30 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
         str(path.relative_to(site)): [*LOADED.findall(text), *IMPORTED.findall(text)]
         for path, text in texts.items()
     }
-    assert {
-        name: links for name, links in found.items() if set(links) - {CONFIG["extra"]["repository"]}
-    } == {}
-    # drawn by a script of unpkg.com
-    assert "mermaid" not in "".join(re.findall(r'class="[^"]*"', "".join(texts.values())))
+    assert {name: links for name, links in found.items() if set(links) - {REPOSITORY}} == {}
+    # Material fetches the script of diagrams from unpkg.com, unless the page has loaded one, and
+    # the stars of a repository from GitHub, for a link with this attribute.
+    drawn = [path for path in pages if 'class="mermaid"' in texts[path]]
+    assert site / "methods" / "index.html" in drawn
+    for path in drawn:
+        (script,) = re.findall(r'<script src="([^"]+mermaid\.js)"></script>', texts[path])
+        assert (path.parent / script).resolve().is_file(), path
+    assert 'data-md-component="source"' not in "".join(texts.values())
 
     # What the pages link to is a page of the site, or a file of the repository that exists; threads
     # are links
-    prefix = f"{CONFIG['extra']['repository']}/"
+    prefix = f"{REPOSITORY}/"
     links = {link for page in pages for link in re.findall(rf'href="{prefix}([^"#]+)', texts[page])}
     assert "blob/main/specdistill/training/losses/divergence.py" in links
     assert [
-        link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()
+        link
+        for link in links
+        if not (ROOT / re.sub(r"^(?:blob|tree|edit)/main/", "", link)).exists()
     ] == []
     overview, threads = texts[site / "index.html"], texts[site / "troubleshooting" / "index.html"]
     assert (
         'href="your-target/"' in overview
+        and f'href="{REPOSITORY}/edit/main/docs/index.md"' in overview
         and 'src="images/report.svg"' in overview
         and 'href="sample/report.html"' in overview
     )
@@ -109,3 +130,21 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
         '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>'
         in threads
     )
+
+
+def test_reference_has_every_key_every_field_and_every_name(site: Path) -> None:
+    pages = {
+        page.parent.name: page.read_text(encoding="utf-8")
+        for page in (site / "reference").glob("*/index.html")
+    }
+    assert {f"reference/{name}.md" for name in pages} <= set(leaves(NAVIGATION))
+    text = "".join(pages.values())
+    for verb in VERBS:
+        assert f">specdistill {verb}<" in text or f'id="specdistill-{verb}"' in text
+        keys = {key for key in keys_of(verb) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key)}
+        assert {key for key in keys - {"recipe"} if f"<code>{key}</code>" not in text} == set(), (
+            verb
+        )
+    names = set(re.findall(r'id="specdistill\.api\.(\w+)"', pages["python"]))
+    assert names == set(specdistill.__all__)
+    assert "<code>mean_acceptance_length</code>" in pages["report-schema"]
