@@ -15,8 +15,7 @@ feed their states back train as many steps of the unroll as they draft.
 The drafts, n-gram lookup and suffix lookup are measured greedily and at temperature 1, one request
 and several at a time. Each draft is also measured as a tree and behind n-gram lookup. A round never
 verifies more than K draft tokens. There is a comparison for each way of measuring in
-runs/smollm2/methods/minutes, and the tables of docs/methods.md and docs/results.md show the
-results.
+runs/smollm2/methods/minutes, and the table of docs/results.md shows the results.
 """
 
 import sys
@@ -52,7 +51,7 @@ from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
 from specdistill.training.history import History, read_history
 
-PAGE = ROOT / "docs" / "methods.md"
+PAGE = ROOT / "docs" / "results.md"
 # The seconds of a step over a row of 384 tokens, in processor time of one thread on an AMD EPYC.
 # Evaluations are left out.
 SECONDS = {
@@ -154,21 +153,12 @@ def main(options: Options) -> ExitCode:
     ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
     by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
 
-    # Write the tables. docs/methods.md gets all results. docs/results.md gets only those of
-    # chains, for one request at a time.
-    sections = [
-        describe_measurement(by_minutes),
-        format_methods_table(by_minutes),
-        "At equal tokens, simulated on held-out rows, in chains of four:",
-        format_simulated_table([*token_drafts, *longer_drafts]),
-    ]
-    text = "\n\n".join(sections)
-    print(text, flush=True)
+    # Write the table of what was measured. What was simulated at equal tokens is only printed.
+    text = f"{describe_measurement(by_minutes)}\n\n{format_methods_table(by_minutes)}"
+    print(f"{text}\n\nAt equal tokens, simulated on held-out rows, in chains of four:\n")
+    print(format_simulated_table([*token_drafts, *longer_drafts]), flush=True)
     if not options.small:
         write_between(PAGE, "smollm2_methods", text)
-        chains = {way: select_chains(by_minutes[way]) for way in SINGLE_REQUEST_WAYS}
-        chains_text = f"{describe_measurement(chains)}\n\n{format_methods_table(chains)}"
-        write_between(ROOT / "docs" / "results.md", "smollm2_methods", chains_text)
     return ExitCode.DONE
 
 
@@ -330,14 +320,11 @@ def format_methods_table(measured: Measured) -> str:
             each draft.
     """
     # Choose the columns: the acceptance length for the ways with one request at a time, and the
-    # speedup for all ways. If batches were measured, a last column has a computed speedup.
+    # speedup for all ways.
     single_request_ways = [way for way in measured if way in SINGLE_REQUEST_WAYS]
-    has_batches = single_request_ways != list(measured)
     head = ["drafts by", "steps"]
     head += [f"acceptance length, {way}" for way in single_request_ways]
     head += [f"speedup, {way}" for way in measured]
-    if has_batches:
-        head.append("speedup, T = 0, compute-bound (computed)")
 
     # A line for each draft that was measured in the first way. If a draft was not measured in
     # another way, its cells for that way have the sign for a missing number.
@@ -352,24 +339,8 @@ def format_methods_table(measured: Measured) -> str:
         for row in rows.values():
             interval = format_bracketed_interval(row, "speedup")
             cells.append(f"{format_times(row.get('speedup'))}{interval}")
-        if has_batches:
-            first_row, *_ = rows.values()
-            cells.append(format_times(compute_bound_speedup(first_row)))
         lines.append(cells)
     return format_table(head, lines)
-
-
-def compute_bound_speedup(row: ResultRow) -> float:
-    """Compute the speedup on a machine that is limited by arithmetic, as in large batches.
-
-    There the time of a target pass is proportional to its tokens. Drafting counts as free. So the
-    speedup is the number of generated tokens divided by the number of tokens in target passes. This
-    is below 1 if draft tokens are rejected.
-    """
-    # The target's pass of a round reads the draft tokens, and one token that precedes them.
-    num_read_tokens = row["num_rounds"] + row["num_draft_tokens"]
-    num_generated_tokens = row["mean_acceptance_length"] * row["num_rounds"]
-    return float(num_generated_tokens / num_read_tokens)
 
 
 def format_length(row: ResultRow) -> str:
@@ -380,11 +351,6 @@ def format_length(row: ResultRow) -> str:
     """
     interval = format_bracketed_interval(row, "mean_acceptance_length") if row else ""
     return f"{format_number(row.get('mean_acceptance_length'))}{interval}"
-
-
-def select_chains(reports: Reports) -> dict[str, Report]:
-    """Return the reports of drafts and lookups that propose chains, not trees."""
-    return {name: report for name, report in reports.items() if not report["settings"]["tree"]}
 
 
 def describe_candidate(report: Report) -> str:
