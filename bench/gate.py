@@ -322,21 +322,15 @@ def draw(
 
 def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
     """Return the text on one population in docs/gate.md: a heading and a table of chances."""
-    # A row for each number of prompts: the chance of each verdict if nothing changed, then the
-    # chance of each if the draft truly became worse by the threshold of the rule.
+    # A row for each number of prompts: the chance to pass if nothing changed, and the chance to
+    # fail if the draft truly became worse by the threshold of the rule.
     threshold = float(rule.threshold)
-    verdicts = get_args(Verdict)
     rows = []
     for number, chances_by_change in curve.items():
-        cells = [str(number)]
-        for change in (0.0, -threshold):
-            cells += [f"{chances_by_change[change][verdict]:.1%}" for verdict in verdicts]
-        rows.append(cells)
-
-    # The head names the same columns in the same order.
-    head = ["prompts"]
-    for state in ("no change", f"a true drop of {threshold:.0%}"):
-        head += [f"{state}: {verdict}" for verdict in verdicts]
+        passed = chances_by_change[0.0]["passed"]
+        failed = chances_by_change[-threshold]["failed"]
+        rows.append([str(number), f"{passed:.1%}", f"{failed:.1%}"])
+    head = ["prompts", "no change: passed", f"a true drop of {threshold:.0%}: failed"]
     return (
         f"`{rule.metric}`, `max_regression: {threshold:g}`,"
         f" {population.name}:\n\n{format_table(head, rows)}"
