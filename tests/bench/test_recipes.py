@@ -37,6 +37,14 @@ def test_the_page_shows_the_record():
     assert recipes.format_needs_table(RECORD) in recipes.PAGE.read_text(encoding="utf-8")
 
 
+def test_the_page_of_llama_shows_its_record():
+    need = RECORD["llama-3.1-8b/eagle3"]
+    page = (recipes.PAGE.parent / "llama-3.1-8b.md").read_text(encoding="utf-8")
+    assert f"| {need['hours']} hours, {need['gpu_gb']} GB on each GPU |" in page
+    assert f"| disk: run and rows | {need['disk_gb']} GB |" in page
+    assert f"| disk: the target | {need['target_gb']} GB |" in page
+
+
 @pytest.mark.long  # targets of up to 70B parameters on the meta device
 @pytest.mark.parametrize(
     "name", ["llama-3.1-8b/eagle3", "qwen3-30b-a3b/eagle3", "llama-3.3-70b/draft"]
