@@ -180,7 +180,7 @@ def test_a_reader_types_every_command(stories: Path, monkeypatch: pytest.MonkeyP
             assert code == 0 or (code == 1 and verb in MAY_SAY_NO), (
                 f"{page.name}: {line.command}: exit code {code}"
             )
-    for run in ("small-eagle3", "mine"):
+    for run in ("cpu", "mine"):
         report = json.loads(
             (stories / "runs" / run / "report" / "report.json").read_text(encoding="utf-8")
         )
