@@ -21,6 +21,7 @@ from specdistill.training import run as training_run
 from specdistill.training.losses.divergence import DIVERGENCES, forward_kl
 from specdistill.training.run import TrainingRun, list_recipe_keys, warn_unpinned_revisions
 from tests.refusals import refused
+from tests.scripts import touch
 from tests.tiny import write_inputs
 from tests.training.small_runs import rows, trainer
 
@@ -39,6 +40,7 @@ def test_a_new_divergence_is_a_function_and_its_row(
         return forward_kl(draft_logits_RW, target_probs_RW) ** power
 
     monkeypatch.setitem(DIVERGENCES, "powered_kl", powered_kl)
+    monkeypatch.setattr("specdistill.training.history.draw", touch)
     disable_progress_bar()
     settings = [
         *write_inputs(tmp_path, num_rows=20),
