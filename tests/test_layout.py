@@ -2,6 +2,7 @@
 what one sees at a glance."""
 
 import ast
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -36,12 +37,21 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and the statements in it: imports stand in no expression, and those are most of a
+    file."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for part in getattr(node, name, ()):
+            yield from walk_statements(part)
+
+
 @cache
 def imports(path: Path) -> set[str]:
     """The modules, and the names in them, that a file imports: `from a import b` is `a` and
     `a.b`."""
     found: set[str] = set()
-    for node in ast.walk(parse(path)):
+    for node in walk_statements(parse(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -61,15 +71,24 @@ def dotted(module: str) -> str:
 
 
 @cache
+def helpers() -> dict[str, Path]:
+    """The modules of tests, by name."""
+    return {
+        ".".join(("tests", *path.relative_to(TESTS).with_suffix("").parts)): path
+        for path in sorted(TESTS.rglob("*.py"))
+    }
+
+
+@cache
 def reached(folder: Path) -> set[str]:
     """The modules of a folder that its tests import, and those that these import of their own
     folder, and so on."""
     siblings = {dotted(str(folder / path.stem)): path for path in (PACKAGE / folder).glob("*.py")}
     tests = sorted((TESTS / folder).glob("test_*.py"))
     imported = {name for test in tests for name in imports(test)}
-    for helper in sorted(TESTS.rglob("*.py")):
-        if ".".join(("tests", *helper.relative_to(TESTS).with_suffix("").parts)) in imported:
-            imported |= imports(helper)
+    for name, path in helpers().items():
+        if name in imported:
+            imported |= imports(path)
     found: set[str] = set()
     fresh = imported | {dotted(str(folder / test.stem.removeprefix("test_"))) for test in tests}
     while fresh := (fresh & siblings.keys()) - found:
@@ -78,6 +97,7 @@ def reached(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.long  # parses every module and every test
 def test_every_module_is_reached_by_the_tests_of_its_folder() -> None:
     """specdistill/a/b.py by tests/a/test_b.py, or by another file of tests/a that imports it, or a
     module of specdistill/a that does."""
