@@ -34,12 +34,18 @@ def hybrid(folder: Path, **others: Any) -> HybridStates:
     return HybridStates(path=str(folder / "store"), dtype="float32", shard_tokens=256, **others)
 
 
-def generated(folder: Path, address: str, hidden_states: HybridStates) -> tuple[Dataset, Dataset]:
+def generated(
+    folder: Path, address: str, hidden_states: HybridStates, num_tokens: int = 900
+) -> tuple[Dataset, Dataset]:
     """Rows of several documents: of texts and of conversations of two turns, both of which are
     generated."""
     rows = [*numbered(20), *(chat(f"{number}?", None, "more", None) for number in range(20))]
     settings = ServerRegeneration(
-        num_tokens=900, prompt_tokens=4, batch_size=8, server=[address], filter=["truncated"]
+        num_tokens=num_tokens,
+        prompt_tokens=4,
+        batch_size=8,
+        server=[address],
+        filter=["truncated"],
     )
     config = config_for(folder, rows, max_length=96, regenerate=settings)
     return open_rows(Job(config, row_target(), (), hidden_states.waiting))
@@ -113,7 +119,7 @@ def test_hidden_states_of_other_layers_are_refused(target: FrozenTarget, tmp_pat
         folder.mkdir()
         config = hybrid(folder)
         with running(target, written, folder) as address:
-            sets = generated(folder, address, config)
+            sets = generated(folder, address, config, num_tokens=300)
         with refused(key, holds=got):
             stored(config, target, sets)
 

@@ -75,7 +75,7 @@ def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(
 ):
     draft = half_right(target) if architecture == "llama" else qwen()
     run = Decoder(target, DraftModelProposer(draft)).generate(
-        PROMPT, max_new_tokens=40, num_speculative_tokens=3
+        PROMPT, max_new_tokens=24, num_speculative_tokens=3
     )
     text = [*PROMPT, run.token_ids[0]]
     for entry in run.rounds:
@@ -195,7 +195,7 @@ def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(
     )
 
     def decoded(proposer: DraftModelProposer) -> Generation:
-        options = {"max_new_tokens": 60, "num_speculative_tokens": 4, "sampling": sampling}
+        options = {"max_new_tokens": 30, "num_speculative_tokens": 4, "sampling": sampling}
         return Decoder(target, proposer).generate(
             prompt, generator=torch.Generator().manual_seed(1), **options
         )
@@ -210,7 +210,7 @@ def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(
     bare = decoded(DraftModelProposer(renamed.draft, vocabulary=unmapped))
     assert len(bare.rounds) > len(mapped.rounds)
     if sampling.is_greedy:
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)[
             0, len(prompt) :
         ].tolist()
         assert list(mapped.token_ids) == list(bare.token_ids) == expected
@@ -286,16 +286,17 @@ def test_as_many_tokens_are_drafted_as_the_context_has_room_for(
     "shape",
     [
         {"tree": DynamicTree(budget=6, depth=4, top_k=2)},
-        # 250 tokens take more than a second
-        pytest.param({"num_speculative_tokens": 4}, marks=pytest.mark.long),
+        {"num_speculative_tokens": 4},
     ],
 )
 def test_a_draft_with_the_targets_context_reaches_its_end(
     target: FrozenTarget, shape: dict[str, Any]
 ):
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=250)
+    prompt = PROMPT * 36
+    num_new = 256 - len(prompt)
+    plain = Decoder(target).generate(prompt, max_new_tokens=num_new)
     proposer = DraftModelProposer(half_right(target), target_max_length=target.max_length)
-    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, **shape)
+    run = Decoder(target, proposer).generate(prompt, max_new_tokens=num_new, **shape)
     assert run.token_ids == plain.token_ids
 
 
