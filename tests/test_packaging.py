@@ -100,12 +100,16 @@ def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
-    assert installed(site, "--version").stdout == f"specdistill {__version__}\n"
     assert (site / "specdistill" / "targets" / "pico" / "config.json").is_file()
-    assert "specdistill train recipe=pico/eagle3" in installed(site, "train", "--help").stdout
     mistake = installed(site, "train", "recipe=pico/eagle3", "draft.layers=1")
     assert mistake.returncode == 2
     assert refused_key(mistake.stderr) == "draft.layers"
+
+
+@pytest.mark.long  # two more processes
+def test_wheel_knows_its_version_and_its_recipes(site: Path, in_empty_folder: Path):
+    assert installed(site, "--version").stdout == f"specdistill {__version__}\n"
+    assert "specdistill train recipe=pico/eagle3" in installed(site, "train", "--help").stdout
 
 
 @pytest.mark.long  # two launched processes

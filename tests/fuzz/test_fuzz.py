@@ -22,6 +22,8 @@ from tests.processes import needs_gradients_in_forks
 
 FEW = 60
 NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # for all surfaces together
+# Commands of these plan, train or decode, for seconds.
+LONG_SURFACES = ("arguments of plan", "configs", "interrupted run")
 
 pytestmark = [needs_gradients_in_forks]
 if NUM_INPUTS == FEW:
@@ -42,7 +44,13 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     return Sandbox(folder / "box", folder / "valid")
 
 
-@pytest.mark.parametrize("name", SURFACES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in LONG_SURFACES else [])
+        for name in SURFACES
+    ],
+)
 def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None:
     surface = SURFACES[name]
     commands = [line.split() for line in surface.commands.splitlines()]
@@ -79,11 +87,17 @@ TRAIN, DOCTOR = (
     "doctor draft=trained/draft target=target decode=false",
 )
 GATE = "gate report=run/report gates=gate.yaml output_dir=out baseline=none"
-FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
+FOUND: list[Any] = [
     (TRAIN, "interrupted/run/recipe.yaml", (), "x"),
     (TRAIN, "interrupted/run/recipe.yaml", ("train",), None),
     (TRAIN, "interrupted/run/provenance.json", (), []),
-    (TRAIN, "interrupted/checkpoint-2/manifest.json", ("launch",), {}),
+    pytest.param(
+        TRAIN,
+        "interrupted/checkpoint-2/manifest.json",
+        ("launch",),
+        {},
+        marks=pytest.mark.long,  # trains
+    ),
     (SURFACES["row set"].commands.splitlines()[0], "rows/manifest.json", ("shards",), []),
     (
         "eval recipe=recipe.yaml suite=suite.jsonl draft=run/draft output_dir=out",
@@ -118,11 +132,12 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
         ("max_position_embeddings",),
         {"x": 1},
     ),
-    (
+    pytest.param(
         DOCTOR.replace("decode=false", "eval.num_prompts=1"),
         "trained/run/recipe.yaml",
         ("eval",),
         None,
+        marks=pytest.mark.long,  # decodes
     ),
     (DOCTOR, "trained/draft/config.json", ("hidden_size",), 2**63),
     (DOCTOR, "trained/draft/config.json", ("num_attention_heads",), 2**62),
@@ -149,7 +164,13 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
         ("num_hidden_layers",),
         None,
     ),
-    (TRAIN, "interrupted/checkpoint-2/manifest.json", ("seconds",), None),
+    pytest.param(
+        TRAIN,
+        "interrupted/checkpoint-2/manifest.json",
+        ("seconds",),
+        None,
+        marks=pytest.mark.long,  # trains
+    ),
     (GATE, "gate.yaml", (0, "min"), 10**400),
     (GATE, "gate.yaml", (1, "equals"), 10**400),
     (GATE, "gate.yaml", (1, "equals"), None),

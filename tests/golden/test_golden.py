@@ -23,6 +23,7 @@ RECORDED: dict[str, dict[str, Any]] = json.loads(
 TOLERANCE, TOLERANCE_OF_MUON = 2e-4, 1e-2
 
 
+@pytest.mark.long  # trains on pico; for a first look, before the whole record
 @needs_gradients_in_forks
 def test_a_training_begins_as_it_did(tmp_path: Path) -> None:
     """While its rate rises, steps do not depend on how many follow."""

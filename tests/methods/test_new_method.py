@@ -82,7 +82,14 @@ def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
     assert report["theory"]["curve"][-1]["draft_passes"] == 1
 
 
-@pytest.mark.parametrize("tree", ["{branching: [2, 2]}", "{budget: 5, depth: 3, top_k: 2}"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        "{branching: [2, 2]}",
+        # a measurement each
+        pytest.param("{budget: 5, depth: 3, top_k: 2}", marks=pytest.mark.long),
+    ],
+)
 def test_its_trees_are_lossless(work: Path, tree: str):
     output = work / f"tree-{len(tree)}"
     keys = [
@@ -110,9 +117,8 @@ def test_its_trees_are_lossless(work: Path, tree: str):
 
 def test_the_doctor_knows_it(work: Path):
     suite = f"suite={work / 'prompts.jsonl'}"
-    printed = specdistill(
-        "doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite
-    ).stdout
+    draft, target = f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}"
+    printed = specdistill("doctor", draft, target, suite, "eval.num_prompts=1").stdout
     assert "method block" in printed and "acceptance length" in printed
 
 
@@ -135,6 +141,7 @@ def test_an_export_is_refused_by_name(work: Path):
     )
 
 
+@pytest.mark.long  # measures two drafts
 def test_it_is_compared_with_others(work: Path):
     keys = [
         f"drafts=[{work / 'run' / 'draft'},ngram]",

@@ -134,8 +134,12 @@ OF_SUITE = (
 @pytest.mark.parametrize(
     "command",
     [
-        "plan draft=draft hub=false training.batch_size=1 training.max_length=16",
-        "doctor draft=draft",
+        # a whole plan
+        pytest.param(
+            "plan draft=draft hub=false training.batch_size=1 training.max_length=16",
+            marks=pytest.mark.long,
+        ),
+        "doctor draft=draft eval.num_prompts=1",
         f"eval method=draft_model draft=draft output_dir=report {OF_SUITE.format('eval.')}",
         f"compare drafts=[ngram,draft] output_dir=comparison {OF_SUITE.format('')}",
     ],

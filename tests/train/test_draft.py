@@ -91,6 +91,7 @@ def test_what_is_measured_before_the_first_step_moves_nothing(folder: Path, tmp_
     assert weights["measured"] == weights["not"]
 
 
+@pytest.mark.long  # trains, and reads what it wrote
 def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
     assert "missing keys" not in caplog.text
 
 
+@pytest.mark.long  # trains
 def test_an_existing_model_is_trained_further(folder: Path, tmp_path: Path) -> None:
     own = (f"draft.init={folder / 'smaller'}", "draft.num_layers=null", "method=draft_model")
     assert train(folder, tmp_path / "run", *own).returncode == 0

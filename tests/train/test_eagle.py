@@ -131,6 +131,7 @@ def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list
         assert torch.allclose(tensor, two[name], atol=1e-3), name
 
 
+@pytest.mark.long  # trains
 def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Path) -> None:
     """Of a pruned vocabulary, whose coverage is said and recorded."""
     extra = ["draft.train_head=false", "draft.vocab_size=50"]
@@ -144,6 +145,7 @@ def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Pa
     assert not torch.equal(draft.norm.weight, target.norm.weight)  # the rest was trained
 
 
+@pytest.mark.long  # trains, and loads tensorboard
 def test_a_tracker_has_every_figure_by_step(folder: Path, tmp_path: Path) -> None:
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
@@ -175,6 +177,7 @@ def test_a_tracker_has_every_figure_by_step(folder: Path, tmp_path: Path) -> Non
     assert {"train/loss", "train/grad_norm", "train/tokens_per_second"} <= {*read.Tags()["scalars"]}
 
 
+@pytest.mark.long  # trains once more
 def test_training_continues_an_earlier_draft(folder: Path, run: Path, tmp_path: Path) -> None:
     start = f"draft.init={run / 'draft'}"
     assert train(folder, tmp_path / "second", start, "train.learning_rate=0.0").returncode == 0

@@ -28,10 +28,6 @@ NOTHING = {"none": (20, []), "the first": (20, [0]), "at the cuts": (96, [0, 32,
 # Heads read two tokens before they predict a third.
 BY_HEADS = {"the second": (20, [1])}
 
-# A method trains and evaluates for a second or two; the quick tests have one.
-OTHERS = [name for name in METHODS if name != "eagle3"]
-EACH = ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -89,13 +85,18 @@ def data_keys(folder: Path, rows: str, output: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "rows"),
     [
-        ("dspark", "none"),
         ("draft_model", "none"),
-        *(("eagle3", rows) for rows in NOTHING | BY_HEADS),
+        ("eagle3", "the first"),
+        # each reads the rows, and sets up a training
+        *(
+            pytest.param("eagle3", rows, marks=pytest.mark.long)
+            for rows in NOTHING | BY_HEADS
+            if rows != "the first"
+        ),
         *(
             pytest.param(name, "none", marks=pytest.mark.long)
-            for name in OTHERS
-            if name not in ("dspark", "draft_model")
+            for name in METHODS
+            if name not in ("draft_model", "eagle3")
         ),
     ],
 )
@@ -107,7 +108,8 @@ def test_rows_that_teach_nothing_are_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", EACH)
+@pytest.mark.long  # trains and evaluates
+@pytest.mark.parametrize("method", METHODS)
 def test_positions_that_no_answer_reaches_are_not_measured(
     folder: Path, tmp_path: Path, method: str
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_fresh_layer_is_trained(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 
+@pytest.mark.long  # trains, exports and reads the checkpoint again
 def test_a_native_layer_is_trained_and_goes_back_into_the_checkpoint(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.long  # trains by the command; quick by the trainer, below
 def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     """One document holds the one token whose embedding is not a number."""
     every = ["train.gradient_accumulation_steps=2", "train.save_steps=1", "train.eval_steps=1"]

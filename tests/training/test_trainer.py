@@ -34,6 +34,7 @@ def test_the_gradient_does_not_depend_on_accumulation(tmp_path: Path) -> None:
     assert_same(whole, gradient_of_one_step(tmp_path / "quarters", 1, 4))
 
 
+@pytest.mark.long  # trains in three processes
 @pytest.mark.distributed
 @needs_gradients_in_forks
 def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
@@ -56,7 +57,14 @@ def logged_training(
         "gradient_accumulation_steps": accumulation,
     }
     fit = trainer(
-        folder, rows(6, 24), max_steps=3, logging_steps=logging_steps, learning_rate=1e-3, **batches
+        folder,
+        rows(6, 24),
+        None,
+        "draft_model",
+        max_steps=3,
+        logging_steps=logging_steps,
+        learning_rate=1e-3,
+        **batches,
     )
     fit.train()
     return fit.state.log_history
@@ -165,7 +173,17 @@ def test_figures_that_are_no_numbers_are_not_logged(tmp_path: Path) -> None:
     assert {"loss"} == fit.state.log_history[-1].keys() & {"loss", "grad_norm", "learning_rate"}
 
 
-@pytest.mark.parametrize("method", [*HEADS, "draft_model"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        # each trains twice
+        *(
+            pytest.param(name, marks=[pytest.mark.long] if name != "eagle3" else [])
+            for name in HEADS
+        ),
+        "draft_model",
+    ],
+)
 def test_recomputed_activations_take_less_memory_and_change_no_gradient(
     tmp_path: Path, method: str
 ) -> None:
@@ -219,15 +237,15 @@ def test_what_the_trainer_refuses_is_the_recipes(tmp_path: Path) -> None:
 
 
 # To learn 24 tokens by heart. AdamW, whose steps take half the time of Muon's on a CPU.
-STEPS = {"eagle": 70, "eagle3": 120, "mtp": 80, "draft_model": 70}
+STEPS = {"eagle": 70, "eagle3": 120, "mtp": 80, "draft_model": 50}
 
 
 @pytest.mark.parametrize(
     "method",
     [
-        "mtp",
         "draft_model",
         # trained for two to four seconds
+        pytest.param("mtp", marks=pytest.mark.long),
         pytest.param("eagle", marks=pytest.mark.long),
         pytest.param("eagle3", marks=pytest.mark.long),
     ],
