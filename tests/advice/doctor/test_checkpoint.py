@@ -276,8 +276,8 @@ def test_a_section_of_the_config_that_is_none_is_one_line(
 
 @pytest.fixture
 def short_completions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode 8 tokens a prompt, where their number is of no matter."""
-    monkeypatch.setattr(diagnosis, "NUM_TOKENS", 8)
+    """Decode 4 tokens a prompt, where their number is of no matter."""
+    monkeypatch.setattr(diagnosis, "NUM_TOKENS", 4)
 
 
 def test_a_narrow_window_is_given_no_longer_chains(

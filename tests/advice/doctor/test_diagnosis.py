@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdistill.advice.doctor import diagnosis
 from specdistill.advice.doctor.diagnosis import (
     Diagnosis,
     SimulatedAcceptance,
@@ -84,6 +85,12 @@ def diagnosed(folder: Path, run: Path) -> Diagnosis:
     return tried(
         run / "draft", folder / "target", suite=str(folder / "prompts.jsonl"), num_prompts=1
     )
+
+
+@pytest.fixture
+def fewer_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a draft and its repairs on half of the parts, where the difference is large."""
+    monkeypatch.setattr(diagnosis, "NUM_PARTS", 4)
 
 
 def mutated(learned: Path, change: Change, run: Path) -> Path:
@@ -203,6 +210,7 @@ LONG = [  # a grid, and drafts of three more methods
 ]
 
 
+@pytest.mark.usefixtures("fewer_parts")
 @pytest.mark.parametrize(
     ("method", "change", "cause"),
     [
@@ -240,6 +248,7 @@ def test_a_good_draft_has_no_problem(
     assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
 
+@pytest.mark.long  # two diagnoses, of three seconds
 def test_a_draft_without_a_history_is_still_tried(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -265,26 +274,29 @@ def in_a_run(
     return shutil.copytree(run / "draft", run / "vllm")
 
 
+@pytest.mark.usefixtures("fewer_parts")
+@pytest.mark.parametrize(
+    ("stated", "is_questioned"),
+    # a diagnosis each
+    [(True, False), pytest.param(False, True, marks=pytest.mark.long)],
+)
 def test_what_the_recipe_of_the_run_records_is_not_questioned(
-    folder: Path, run_of: Callable[[str], Path], tmp_path: Path
+    stated: bool, is_questioned: bool, folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The draft decodes as its recipe says it was trained, however much better another setting
     looks."""
     run = mutated(run_of("eagle3"), says(norm_output=True), tmp_path / "run")
-    for stated, is_questioned in ((True, False), (False, True)):
-        recipe = {
-            "method": "eagle3",
-            "target": {"model": "pico"},
-            "train": {"output_dir": str(run)},
-        }
-        recipe |= {
-            "eval": {"suite": str(folder / "prompts.jsonl")},
-            "draft": {"norm_output": stated},
-        }
-        (run / "run" / "recipe.yaml").write_text(json.dumps(recipe))
-        (run / "run" / "provenance.json").write_text('{"data_fingerprint": null}')
-        said = "".join(finding.what for finding in diagnosed(folder, run).findings)
-        assert ("norm_output is True" in said) == is_questioned, said
+    recipe = {
+        "method": "eagle3",
+        "target": {"model": "pico"},
+        "train": {"output_dir": str(run)},
+        "eval": {"suite": str(folder / "prompts.jsonl")},
+        "draft": {"norm_output": stated},
+    }
+    (run / "run" / "recipe.yaml").write_text(json.dumps(recipe))
+    (run / "run" / "provenance.json").write_text('{"data_fingerprint": null}')
+    said = "".join(finding.what for finding in diagnosed(folder, run).findings)
+    assert ("norm_output is True" in said) == is_questioned, said
 
 
 @pytest.mark.long  # three diagnoses, of four seconds
@@ -329,6 +341,7 @@ def test_a_draft_of_a_run_is_tried_on_what_it_is_for(
     )
 
 
+@pytest.mark.long  # tries every repair, for three seconds
 def test_what_no_repair_helps_is_given_likely_causes(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -401,6 +414,7 @@ def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     assert read_recorded_length(tmp_path / "draft") == SimulatedAcceptance(1, 3.5)
 
 
+@pytest.mark.long  # two diagnoses, of three seconds
 def test_the_verb(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,11 +17,12 @@ def examined(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tup
     return code, output.out + output.err
 
 
-# The weights of three are gigabytes, which it reads, and of one 23 GB: minutes.
+# The weights of four are gigabytes, which it reads, and of one 23 GB: minutes.
 @pytest.mark.parametrize(
     "name",
     one_a_method(
-        sorted(PAIRS.keys() - {"deepseek-mtp"}), but=("llama-1b", "llama-eagle", "qwen3-pard")
+        sorted(PAIRS.keys() - {"deepseek-mtp"}),
+        but=("llama-1b", "llama-eagle", "qwen3-dflash", "qwen3-pard"),
     ),
 )
 def test_a_public_draft_is_sound(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

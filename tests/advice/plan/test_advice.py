@@ -123,11 +123,8 @@ def launched(options: LaunchOptions) -> dict[str, Any]:
     return _check_launch_options(find_yaml(str(options.launch), LAUNCHES, "launch"), given)
 
 
-@pytest.mark.parametrize(
-    "name",
-    # 80 layers are tried
-    ["8B", *(pytest.param(n, marks=pytest.mark.long) for n in ("70B", "70B with a draft"))],
-)
+@pytest.mark.long  # 32 or 80 layers are tried, and then four commands
+@pytest.mark.parametrize("name", ["8B", "70B", "70B with a draft"])
 def test_commands_for_a_target_are_taken_up_to_its_weights(
     name: str,
     large: Callable[[str], ModelConfigInfo],
@@ -196,6 +193,7 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
     assert ("target.device_map=auto" in commands[-1]) == (size == "70B")
 
 
+@pytest.mark.long  # 32 layers are tried
 def test_what_no_machine_holds_is_trained_in_smaller_batches(
     large: Callable[[str], ModelConfigInfo],
 ) -> None:
@@ -214,11 +212,8 @@ def test_what_no_machine_holds_is_trained_in_smaller_batches(
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    # 80 layers are tried
-    ["llama-3.1-8b/eagle3", pytest.param("llama-3.3-70b/eagle3", marks=pytest.mark.long)],
-)
+@pytest.mark.long  # 32 or 80 layers are tried
+@pytest.mark.parametrize("name", ["llama-3.1-8b/eagle3", "llama-3.3-70b/eagle3"])
 def test_a_recipe_of_the_target_s_own_has_the_row_and_the_commands_of_its_header(name: str) -> None:
     record = load_script("bench/recipes.py").load_record()[name]
     target = replace(
@@ -281,6 +276,7 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
     )
 
 
+@pytest.mark.long  # 32 layers are tried
 def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path):
     verb, *arguments = command(
         plan_of(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3"

@@ -78,11 +78,8 @@ def test_plan_page_and_training_agree_on_a_class(kind: str, tmp_path: Path) -> N
     assert methods == []
 
 
-# The plan of a large model takes seconds.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != "smollm2")) for name in PUBLISHED],
-)
+@pytest.mark.long  # the plan of a model of published size takes seconds
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_plan_and_training_agree_on_a_published_target(name: str) -> None:
     """The plan reads the config as it was published; training gets a tiny model of the same class
     and kinds of layers."""

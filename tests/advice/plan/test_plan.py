@@ -356,7 +356,9 @@ def test_what_cannot_be_tried_is_planned_with_a_warning(
 
 
 def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[..., Plan]):
-    plan = plan_for(QWEN3_06B | {"quantization_config": {"quant_method": "fp8"}})
+    plan = plan_for(
+        QWEN3_06B | {"num_hidden_layers": 2, "quantization_config": {"quant_method": "fp8"}}
+    )
     assert "fp8" in plan.warnings[0]
 
 
@@ -388,6 +390,7 @@ def test_a_draft_that_is_given_takes_its_method_s_row(
         assert row.step_shares == {"weights": pytest.approx(read[0] / read[1]), "layers": 0.5}
 
 
+@pytest.mark.long  # counts the caches of 48 layers
 def test_a_draft_larger_than_its_target_cannot_pay(plan_for: Callable[..., Plan]):
     plan = plan_for(LLAMA_1B, LLAMA_8B)
     row = row_of(plan, "draft_model")
@@ -441,7 +444,15 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA_8B, MIXTURE, LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}]
+    "config",
+    [
+        MIXTURE,
+        # counts the caches of 32 layers each
+        pytest.param(LLAMA_8B, marks=pytest.mark.long),
+        pytest.param(
+            LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}, marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_plan_is_one_screen_that_answers_first(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,8 @@ from specdistill.training.arguments import build_training_arguments
 from tests.tiny import tiny_target_model, write_target
 
 FLOPS = 1e9
+# one draft step, as fewer operations are counted sooner
+EAGLE3 = ("method=eagle3", "draft.ttt_steps=1")
 MACHINE = Machine(
     "a machine", FLOPS / MATRIX_SHARE, 1e10, row_costs={1: 1.0, 32: 16.0}, memory_gb=8.0
 )
@@ -87,12 +89,12 @@ def test_a_draft_model_takes_three_passes_of_its_own_and_one_of_the_target(targe
 def test_steps_follow_from_rows_where_the_recipe_does_not_name_them(
     target: Path, keys: list[str], num_rows: int | None, num_steps: int | None
 ) -> None:
-    assert estimate(target, "method=eagle3", *keys, num_rows=num_rows).num_steps == num_steps
+    assert estimate(target, *EAGLE3, *keys, num_rows=num_rows).num_steps == num_steps
 
 
 def test_checkpoints_and_stored_features_are_on_the_disk(target: Path) -> None:
     keys = (
-        "method=eagle3",
+        *EAGLE3,
         "train.max_steps=10",
         "train.save_strategy=steps",
         "train.save_steps=2",
@@ -114,7 +116,7 @@ def test_checkpoints_are_counted_as_the_trainer_saves_them(
     target: Path, save_steps: str, num_saves: int
 ) -> None:
     """Of ten steps: after 3, 6, 9 and 10 in every case."""
-    keys = ("method=eagle3", "train.max_steps=10", "train.save_strategy=steps")
+    keys = (*EAGLE3, "train.max_steps=10", "train.save_strategy=steps")
     saved = estimate(target, *keys, f"train.save_steps={save_steps}")
     draft_bytes = 12 / 16 * saved.memory["draft"]
     assert saved.disk_bytes - saved.data_bytes == pytest.approx(num_saves * draft_bytes)
@@ -124,7 +126,7 @@ def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
     """16 rows at a time, a nanosecond for each parameter and pass, a millisecond to sample a row,
     which half of them do."""
     keys = (
-        "method=eagle3",
+        *EAGLE3,
         "data.max_length=64",
         "data.regenerate.num_tokens=20000",
         "data.regenerate.prompt_tokens=32",
@@ -140,7 +142,7 @@ def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
     )
     prompts = 20_000 * 2 * (parameters - head) / FLOPS  # as many tokens as are generated
     assert found.generation_seconds == pytest.approx(passes + 20_000 * 0.5 * 1e-3 + prompts)
-    assert estimate(target, "method=eagle3").generation_seconds == 0
+    assert estimate(target, *EAGLE3).generation_seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_a_training_says_what_it_takes_before_weights_are_loaded(
     monkeypatch.setattr(FrozenTarget, "load", load)
     (tmp_path / "text.jsonl").write_text('{"text": "a few words"}\n' * 30, encoding="utf-8")
     keys = [
-        "method=eagle3",
+        *EAGLE3,
         f"target={target}",
         f"data.source={tmp_path / 'text.jsonl'}",
         "data.regenerate.num_tokens=20000",
