@@ -134,7 +134,11 @@ class Drawing(ModelProposer):
         super().__init__(tiny_target_model(num_layers=1, vocab_size=5, seed=3), **options)
 
 
-@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize(
+    "one_hot",
+    # two hundred texts each
+    [False, pytest.param(True, marks=pytest.mark.long)],
+)
 def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
     """Counts of the tokens that two rounds add, against their probabilities by the model's own
     logits; the same seed, so no flakes."""

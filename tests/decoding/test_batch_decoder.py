@@ -208,13 +208,22 @@ def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
     ) == texts(alone)
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])
-def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> None:
+@pytest.fixture(scope="module")
+def near_tie_texts() -> tuple[FrozenTarget, list[tuple[int, ...]]]:
+    """A target of near-ties, and the texts of three prompts, each decoded on its own."""
     target = twins()
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:3]]
-    assert texts(decode(target, drafting(name, target), PROMPTS[:3])) == texts(alone)
+    return target, texts(alone)
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])
+def test_near_ties_are_broken_as_for_one_text(
+    near_tie_texts: tuple[FrozenTarget, list[tuple[int, ...]]], name: str, monkeypatch: Any
+) -> None:
+    target, alone = near_tie_texts
+    assert texts(decode(target, drafting(name, target), PROMPTS[:3])) == alone
     monkeypatch.setattr(near_ties, "NEAR_TIE", -1.0)
-    assert texts(decode(target, drafting(name, target), PROMPTS[:3])) != texts(alone)
+    assert texts(decode(target, drafting(name, target), PROMPTS[:3])) != alone
 
 
 # --- Sampled text

@@ -36,11 +36,6 @@ def generated(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
     return tuple(ids[0, len(prompt) :].tolist())
 
 
-# The first reads the target's layers, the second is often right, the third proposes nothing now and
-# then.
-NAMES = ("eagle3", "draft_model", "ngram")
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """What is compiled: traced as for the compiler, and then run as it is."""
@@ -54,11 +49,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
+# "eagle3" reads the target's layers, "draft_model" is often right, "ngram" proposes nothing now and
+# then.
 @pytest.mark.parametrize(
     ("name", "build"),
     [
-        *((name, partial(tiny_target_model, num_layers=2)) for name in (None, *NAMES)),
-        pytest.param("ngram", qwen, marks=pytest.mark.long),  # of a larger class
+        ("draft_model", partial(tiny_target_model, num_layers=2)),
+        ("ngram", partial(tiny_target_model, num_layers=2)),
+        # more than a second of tracing each
+        *(
+            pytest.param(name, partial(tiny_target_model, num_layers=2), marks=pytest.mark.long)
+            for name in (None, "eagle3")
+        ),
+        pytest.param("ngram", qwen, marks=pytest.mark.long),
     ],
 )
 def test_output_is_what_transformers_generates_by_one_graph(
@@ -84,6 +87,7 @@ def test_each_shape_has_a_graph_however_many_there_are(graphs: list[Any]) -> Non
     assert len(graphs) == 10
 
 
+@pytest.mark.long  # more than a second of tracing
 def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
     target = target_of(tiny_target_model())
     texts = [
@@ -149,7 +153,7 @@ class Summing(LlamaForCausalLM):  # type: ignore[misc]
         ),
         (lambda: Branching(tiny_target_model().config).eval(), "a Branching: "),
         (
-            lambda: Summing(tiny_target_model().config).eval(),
+            lambda: Summing(tiny_target_model(num_layers=1).config).eval(),
             "a Summing, which reads padded proposals",
         ),
     ],
@@ -166,9 +170,9 @@ def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        ("eagle3, two layers", GREEDY),
         ("mtp", Sampling(1.0)),
         # more than a second of tracing each
+        pytest.param("eagle3, two layers", GREEDY, marks=pytest.mark.long),
         pytest.param("eagle3, window", Sampling(1.0), marks=pytest.mark.long),
         pytest.param("eagle", Sampling(1.0), marks=pytest.mark.long),
     ],

@@ -122,22 +122,22 @@ def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
         else mtp_targets.tiny_target(kind)
     )
     target.model.generation_config.eos_token_id = []
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=24).token_ids
     theirs = target.model.generate(
-        torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=0
+        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, pad_token_id=0
     )  # type: ignore[operator]
     assert list(plain) == theirs[0, len(PROMPT) :].tolist()
     wrong = [
         token if index % 5 else (token + 1) % 200 for index, token in enumerate([*PROMPT, *plain])
     ]
     for shape in [CHAIN] if target.is_recurrent else [CHAIN, TREE]:
-        run = Decoder(target, Oracle(wrong)).generate(PROMPT, max_new_tokens=40, **shape)
+        run = Decoder(target, Oracle(wrong)).generate(PROMPT, max_new_tokens=24, **shape)
         assert run.token_ids == plain
         assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
     for name in ("eagle", "mtp"):
         assert (
             Decoder(target, proposer_of(name, target))
-            .generate(PROMPT, max_new_tokens=40, **CHAIN)
+            .generate(PROMPT, max_new_tokens=24, **CHAIN)
             .token_ids
             == plain
         )
@@ -202,14 +202,16 @@ PAIRS, STATIC, DYNAMIC = (
     ("name", "shape"),
     [
         ("eagle3, pruned", PAIRS),
-        ("eagle3, pruned", STATIC),
         # The others are long: a hundred texts each, and another rule would show with any.
         *(
             pytest.param(name, PAIRS, marks=pytest.mark.long)
             for name in NAMES
             if name != "eagle3, pruned"
         ),
-        pytest.param("eagle3, pruned", DYNAMIC, marks=pytest.mark.long),
+        *(
+            pytest.param("eagle3, pruned", shape, marks=pytest.mark.long)
+            for shape in (STATIC, DYNAMIC)
+        ),
         *(
             pytest.param("draft_model", shape, marks=pytest.mark.long)
             for shape in (STATIC, DYNAMIC)

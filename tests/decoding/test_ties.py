@@ -14,7 +14,7 @@ from tests.proposers import ngram_proposer
 from tests.tiny import twins
 
 PROMPT = [5, 9, 5, 9, 20, 31]
-NEW_TOKENS = 40
+NEW_TOKENS = 20
 
 
 @pytest.fixture
