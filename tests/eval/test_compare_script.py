@@ -171,6 +171,7 @@ def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_p
         "drafts=[run/draft,run/draft,ngram]",
         "num_speculative_tokens_each=[2,4,4]",
         "max_new_tokens=16",
+        "num_prompts=2",
     ]
     assert (
         command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tokens: 1}},null]")
@@ -216,6 +217,7 @@ def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
         "drafts=[run/draft,run/draft]",
         "num_speculative_tokens_each=[2,4]",
         "max_new_tokens=16",
+        "num_prompts=2",
     ]
     assert (
         command(
@@ -254,7 +256,11 @@ def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(
 
 
 def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path):
-    keys = ["num_speculative_tokens_each=[2,3,1]", "trees_each=[{branching: [2,2]},null,null]"]
+    keys = [
+        "num_speculative_tokens_each=[2,3,1]",
+        "trees_each=[{branching: [2,2]},null,null]",
+        "num_prompts=2",
+    ]
     assert command(*arguments, "drafts=[run/draft,small,ngram]", *keys) == ExitCode.DONE
     baselines = set()
     for name, k in {"draft": 2, "small": 3, "ngram": 1}.items():

@@ -232,7 +232,11 @@ def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, t
 
 
 @pytest.mark.parametrize(
-    ("method", "own", "lengths"), [("ngram", 1, {1, 3}), ("suffix", 2, {1, 2})]
+    ("method", "own", "lengths"),
+    [
+        ("ngram", 1, {1, 3}),
+        pytest.param("suffix", 2, {1, 2}, marks=pytest.mark.long),  # draws as often as the first
+    ],
 )
 def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, lengths):
     """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and
@@ -244,7 +248,7 @@ def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, le
         "eval.temperature=1",
         "eval.top_k=3",
         "eval.sweep.batch_size=[2]",
-        "eval.sampling_draws=100",
+        "eval.sampling_draws=50",
     ]
     report, samples = measured(
         "method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more

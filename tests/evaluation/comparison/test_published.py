@@ -164,7 +164,7 @@ suite: pico-edit
 category: rename
 temperature: 1.0
 top_k: 40
-max_new_tokens: 16
+max_new_tokens: 8
 template: {enable_thinking: true}
 figures: [{num_speculative_tokens: 2, mean_acceptance_length: 2.9}]
 """
@@ -184,7 +184,7 @@ def test_a_draft_is_measured_by_the_published_protocol(
     assert row.endswith("| not separable |")  # one prompt of the category has no interval
     assert "arguments of the chat template, {'enable_thinking': True}" in shown
     report = read_json(tmp_path / "report" / "report.json")
-    assert (report["settings"]["top_k"], report["settings"]["max_new_tokens"]) == (40, 16)
+    assert (report["settings"]["top_k"], report["settings"]["max_new_tokens"]) == (40, 8)
 
 
 @pytest.mark.parametrize(

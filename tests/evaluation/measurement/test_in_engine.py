@@ -19,7 +19,7 @@ from tests.measuring import measure
 from tests.proposers import ngram_proposer
 from tests.refusals import refused_key
 
-K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 12
+K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 8
 COUNTED = (
     "num_drafts",
     "num_draft_tokens",
@@ -82,7 +82,11 @@ def evaluate(folder, *arguments, gate="- {metric: acceptance_length_vllm, min: 1
 
 
 @pytest.mark.usefixtures("simulated_clock")
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "engine",
+    # answers six prompts twice
+    ["vllm", pytest.param("sglang", marks=pytest.mark.long)],
+)
 def test_a_servers_report_holds_the_decoders_own_numbers(
     engine, speculative, plain, expected, tmp_path
 ):
@@ -160,7 +164,14 @@ def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
 def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_path):
     servers = (f"eval.server={speculative().address}", f"eval.baseline_server={plain().address}")
     assert (
-        evaluate(tmp_path / "report", "eval.engine=vllm", *servers, "eval.temperature=0.8")
+        evaluate(
+            tmp_path / "report",
+            "eval.engine=vllm",
+            *servers,
+            "eval.temperature=0.8",
+            "eval.max_new_tokens=16",
+            "eval.num_prompts=2",
+        )
         == ExitCode.DONE
     )
     report, samples = read_report(tmp_path / "report")
@@ -180,7 +191,9 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
         servers = (f"eval.server={wrong.address}", f"eval.baseline_server={plain().address}")
         gate = "- {metric: lossless.unexplained_divergences, equals: 0}\n"
         assert (
-            evaluate(tmp_path / "report", "eval.engine=vllm", *servers, gate=gate)
+            evaluate(
+                tmp_path / "report", "eval.engine=vllm", *servers, "eval.num_prompts=2", gate=gate
+            )
             == ExitCode.CHECK_FAILED
         )
     report, samples = read_report(tmp_path / "report")
@@ -310,7 +323,7 @@ def test_a_server_that_serves_others_meanwhile_is_noticed(speculative, tmp_path,
         capsys,
         tmp_path / "report",
         3,
-        "14 tokens, 12 of them",
+        f"{NEW_TOKENS + 2} tokens, {NEW_TOKENS} of them",
         "eval.engine=vllm",
         f"eval.server={peer.address}",
     )

@@ -94,11 +94,8 @@ def test_an_engine_is_started_with_its_own_lookup(tmp_path, method):
     assert "speculative" not in engine["baseline_command"]
 
 
-@pytest.mark.parametrize(
-    "method",
-    # starts an engine twice, for two seconds
-    ["eagle3", pytest.param("ngram", marks=pytest.mark.long)],
-)
+@pytest.mark.long  # starts an engine twice, for two seconds
+@pytest.mark.parametrize("method", ["eagle3", "ngram"])
 def test_an_engine_serves_the_adapted_target_with_and_without_the_draft(tmp_path, method):
     save_adapter(tmp_path / "adapter", "pico", model=FrozenTarget.load("pico").model)
     target = FrozenTarget.load("pico", adapter=str(tmp_path / "adapter"))

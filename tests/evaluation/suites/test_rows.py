@@ -176,6 +176,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long  # a process of its own
 def test_suites_on_the_hub_and_on_the_web(hub, tmp_path):
     """With the right hash, with none, with a wrong one, and where nothing is."""
     digest, of_web = (hashlib.sha256(kind(QUESTIONS)).hexdigest() for kind in (parquet, jsonl))
