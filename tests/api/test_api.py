@@ -136,7 +136,7 @@ def run(folder: Path) -> Path:
     sections = {
         "method": "eagle3",
         "target": {"model": folder / "model"},
-        "draft": {"ttt_steps": 3},
+        "draft": {"ttt_steps": 1},
     }
     own = {
         "data": {**data(folder), "source": folder / "rows.jsonl"},
@@ -149,12 +149,13 @@ def weights(run: Path) -> bytes:
     return (run / "draft" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long  # trains once more
 def test_train_trains_the_draft_of_the_command(run: Path, folder: Path, tmp_path: Path) -> None:
     keys = [
         *input_keys(folder),
         *SMALL,
         "method=eagle3",
-        "draft.ttt_steps=3",
+        "draft.ttt_steps=1",
         f"train.output_dir={tmp_path / 'run'}",
     ]
     assert command("train", *keys).returncode == 0
@@ -176,7 +177,7 @@ def test_a_draft_trainer_trains_on_rows_in_memory_as_on_those_of_a_file(
         for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     config = DraftConfig(
-        tmp_path / "runs" / "mine", draft={"ttt_steps": 3}, data=data(folder), **TRAIN
+        tmp_path / "runs" / "mine", draft={"ttt_steps": 1}, data=data(folder), **TRAIN
     )
     counting = Counting()
     trainer = DraftTrainer(

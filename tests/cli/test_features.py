@@ -86,6 +86,7 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.long  # three processes, each with a target of its own
 def test_a_killed_store_goes_on_to_the_same_bytes(
     keys: list[str], whole: Path, tmp_path: Path
 ) -> None:

@@ -28,15 +28,17 @@ def test_usage_lists_every_verb(arguments: list[str], capsys: pytest.CaptureFixt
 
 
 def test_an_interrupted_command_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Ctrl-C while pico is loaded."""
+    source = tmp_path / "text.jsonl"
+    source.write_text('{"text": "a few words"}\n' * 30, encoding="utf-8")
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FrozenTarget, "load", interrupt)
-    assert main(["data", "recipe=pico/eagle3"]) == 130
+    assert main(["data", "recipe=pico/eagle3", f"data.source={source}"]) == 130
     assert main(["eval", "method=ngram", "target.model=pico", "eval.suite=pico"]) == 130
     assert capfd.readouterr().err.splitlines()[-2:] == [
         "interrupted",
