@@ -152,6 +152,16 @@ def test_a_caller_gives_inputs_and_rights_that_the_workflow_asks_for(
             )
 
 
+def test_the_page_has_every_input_and_its_default() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", PAGE, re.MULTILINE)
+    defaults = {}
+    for name, declared in CALL["inputs"].items():
+        default = declared.get("default", "required")
+        shown = str(default).lower() if default != "" else "–"
+        defaults[name] = shown if shown in ("required", "–") else f"`{shown}`"
+    assert dict(rows) == defaults
+
+
 def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_path: Path) -> None:
     event = Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True)
     ran = commands(event, tmp_path)

@@ -14,8 +14,8 @@ def read_page(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-def threshold_cell(rule: Rule) -> str:
-    """A threshold: with * if the interval does not count, in parentheses for a warning."""
+def format_threshold(rule: Rule) -> str:
+    """Return a threshold: with * if the number itself is tested, in parentheses for a warning."""
     number = rule.threshold
     text = str(number).lower() if isinstance(number, bool) else f"{number:_}"
     text += "*" if rule.confidence == 0 else ""
@@ -32,6 +32,6 @@ def test_the_page_of_the_gate_has_the_rules_of_each_gate_that_ships() -> None:
         for rule in load_gate(gate):
             scope = "".join(f" ({key} {value})" for key, value in rule.scope.items())
             label = f"`{rule.metric}`{scope} {SIGNS[rule.requirement]}"
-            cells[label][gate].append(threshold_cell(rule))
+            cells[label][gate].append(format_threshold(rule))
     rows = [[rule, *(", ".join(of[gate]) for gate in gates)] for rule, of in cells.items()]
     assert format_table(["rule", *(f"`{gate}`" for gate in gates)], rows) in page
