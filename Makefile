@@ -21,7 +21,7 @@ help:  ## list the commands
 
 setup: $(READY)  ## create .venv with the tested library versions (constraints.txt)
 
-demo: $(READY)  ## train a draft for pico, measure it, write runs/demo/report, judge it by its gate
+demo: $(READY)  ## train a draft for pico, measure it and judge it by its gate; ARGS=quick=true measures one that ships
 	$(BIN)/python -m specdistill demo $(ARGS)
 
 # One worker per core, at most eight. ARGS="-n 0" runs all tests in one process.

@@ -255,7 +255,7 @@ def test_readme_installs_with_commands_of_the_makefile():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     install = re.search(r"## Install\n.*?```bash\n(.*?)```", readme, re.DOTALL)
     commands = [line.split("#")[0].strip() for line in install[1].splitlines()]
-    assert commands[:2] == ["make setup", "make demo"]
+    assert commands[:3] == ["make setup", "make demo ARGS=quick=true", "make demo"]
 
 
 @pytest.mark.long  # collects every test

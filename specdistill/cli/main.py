@@ -141,7 +141,9 @@ class Verb(NamedTuple):
 
 # The verbs, in the order in which the help lists them.
 VERBS = {
-    "demo": Verb(demo, "methods.recipe:Recipe", "train eval.num_prompts"),
+    "demo": Verb(
+        demo, "cli.demo:DemoOptions methods.recipe:Recipe", "quick train eval.num_prompts"
+    ),
     "plan": Verb(plan, "advice.plan.options:PlanOptions", "", TARGET),
     "acquire": Verb(acquire, "hub.options:AcquireOptions", "", TARGET),
     "export": Verb(export, "cli.export:ExportOptions", "", TARGET),

@@ -367,6 +367,24 @@ def test_demo_ends_with_the_code_of_what_failed(
     assert len(shell.commands) == started
 
 
+def test_the_quick_demo_measures_the_draft_that_ships(shell: Shell, in_empty_folder: Path):
+    shell.codes = [4]  # a quick look leaves the gate inconclusive
+    assert main(["demo", "quick=true", "eval.num_prompts=4"]) == 0
+    ((_, _, verb, *keys),) = shell.commands
+    assert verb == "eval" and keys[-1] == "eval.num_prompts=4"
+    draft = Path(dict(key.split("=", 1) for key in keys)["eval.draft"])
+    assert (draft / "config.json").is_file()
+    assert (draft / "model.safetensors").stat().st_size < 1_300_000
+
+
+@pytest.mark.long  # decodes eight prompts, with and without the draft
+def test_the_draft_that_ships_is_accepted(in_empty_folder: Path):
+    done = specdistill("demo", "quick=true", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["results"][0]["mean_acceptance_length"] > 1.6
+    assert report["lossless"]["unexplained_divergences"] == 0
+
+
 def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty_folder: Path):
     for folder in ("runs/demo", "runs/mine"):
         (in_empty_folder / folder / "run").mkdir(parents=True)
