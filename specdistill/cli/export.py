@@ -68,6 +68,7 @@ def export(arguments: list[str]) -> int:
     target = recipe.target if recipe else options.target
     engine = ENGINES[options.engine].layouts or options.engine
     output_dir = Path(options.output_dir)
+    trained_draft = locate(options.draft, key="draft") if options.draft else None
     target_files = (
         TargetFiles(target.model, target.revision, target.adapter) if target.model else None
     )
@@ -86,20 +87,15 @@ def export(arguments: list[str]) -> int:
             report=report,
             num_speculative_tokens=k,
         )
-    elif recipe:
-        kind = "an untrained draft"
+    else:
+        kind = "an untrained draft" if recipe else "the draft"
         with tempfile.TemporaryDirectory() as temporary:
-            draft = Path(temporary) / "draft"
-            write_untrained(recipe, draft)
+            draft = trained_draft or Path(temporary) / "draft"
+            if recipe:
+                write_untrained(recipe, draft)
             exported = export_draft(
                 draft, engine, output_dir, target_files, report=report, num_speculative_tokens=k
             )
-    else:
-        kind = "the draft"
-        draft = locate(str(options.draft), key="draft")
-        exported = export_draft(
-            draft, engine, output_dir, target_files, report=report, num_speculative_tokens=k
-        )
 
     # Print where the export is, and which file says how to serve it.
     print(f"Exported {kind} (method {exported.method}) for {options.engine} to {output_dir}.")

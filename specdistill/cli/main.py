@@ -174,8 +174,8 @@ VERBS = {
         eval,
         "methods.recipe:Recipe cli.launch:LaunchOptions",
         "method target.model eval.draft eval.suite eval.num_prompts eval.max_new_tokens"
-        " eval.num_speculative_tokens eval.temperature eval.batch_size eval.engine eval.server"
-        " eval.baseline eval.output_dir eval.quick gate launch num_processes",
+        " eval.num_speculative_tokens eval.temperature eval.quick eval.engine eval.server"
+        " eval.baseline eval.output_dir gate launch",
         SHORTHANDS,
     ),
     "compare": Verb(

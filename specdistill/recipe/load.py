@@ -217,7 +217,10 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
 
     # A training has a number of epochs or of steps. If the user typed only one of the two, the
     # other one of the file is dropped. `max_steps=-1` is no number of steps.
-    typed_keys = {argument.partition("=")[0] for argument in arguments}
+    typed_keys: set[str] = set()
+    for layer in overrides:
+        typed_values = cast(dict[str, object], OmegaConf.to_container(layer))
+        typed_keys.update(key for key, _ in flatten_keys(typed_values))
     has_epochs = "train.num_train_epochs" in typed_keys
     has_steps = "train.max_steps" in typed_keys
     if has_epochs and not has_steps:

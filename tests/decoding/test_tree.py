@@ -435,7 +435,7 @@ def test_forms_are_what_a_recipe_says() -> None:
         (
             lambda target: HeadProposer(build_eagle3(target, sliding_window=3)),
             "tree.depth",
-            "4 steps",
+            "4 draft steps",
         ),
     ],
 )

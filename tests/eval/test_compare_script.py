@@ -421,7 +421,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
             "compile",
             "true with",
         ),
-        (["drafts=[small,run/draft]", f"{TREE}={{budget: 4}}"], "tree.depth", "nothing"),
+        (["drafts=[small,run/draft]", f"{TREE}={{budget: 4}}"], f"{TREE}.depth", "nothing"),
         (["drafts=[small,run/draft]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
         (["drafts=[small,run/draft]", f"{FIRST}_each=[null]"], f"{FIRST}_each", "1 value"),
         (

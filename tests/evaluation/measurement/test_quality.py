@@ -152,7 +152,7 @@ def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored):
     worse = scored(8)
     assert worse.report["quality"]["exact_match"]["p_value"] < 0.001
     (found,) = [finding for finding in worse.report["findings"] if finding["name"] == "quality"]
-    assert "40.0% with the draft and 100.0% without by exact_match" in found["message"]
+    assert "40.0% with the draft and 100.0% without it, by exact_match" in found["message"]
 
 
 def test_suites_say_what_their_texts_are_scored_by(tmp_path):

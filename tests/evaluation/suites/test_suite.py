@@ -189,7 +189,7 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
     ]
     with refused("eval.suite prompt a/1", "schemas of tools which the chat template ignores"):
         prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
-    with refused("turns", "all, but prompt 1 has no turns"):
+    with refused("turns", "all, although prompt 1 has no turns"):
         prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
 
 
