@@ -1,6 +1,6 @@
 #!/bin/bash
 # Make training data, train, measure and export a draft for an agent that runs on Qwen3-8B, on eight GPUs of 80 GB: `bash run.sh`.
-# Each step continues where a killed one stopped, so run the script again after a failure.
+# After a failure run the script again: a killed step continues where it stopped, and a draft that is trained or exported is kept.
 set -euo pipefail
 target=Qwen/Qwen3-8B
 
@@ -18,10 +18,10 @@ kill $server
 wait $server || true
 
 specdistill data show recipe=recipe.yaml
-specdistill train recipe=recipe.yaml launch=ddp num_processes=8
+[ -d runs/agent-with-tools/draft ] || specdistill train recipe=recipe.yaml launch=ddp num_processes=8
 
 # The exit code of this script is the gate's: 0 passed, 1 failed, 4 more prompts are needed.
 verdict=0
 specdistill eval recipe=runs/agent-with-tools/run/recipe.yaml || verdict=$?
-specdistill export draft=runs/agent-with-tools/draft engine=vllm target=$target output_dir=runs/agent-with-tools/vllm
+[ -d runs/agent-with-tools/vllm ] || specdistill export draft=runs/agent-with-tools/draft engine=vllm target=$target output_dir=runs/agent-with-tools/vllm
 exit $verdict

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Make training data, train, measure and export an EAGLE-3 head for Llama-3.1-8B-Instruct on eight GPUs of 80 GB: `bash run.sh`.
-# Each step continues where a killed one stopped, so run the script again after a failure.
+# After a failure run the script again: a killed step continues where it stopped, and a draft that is trained or exported is kept.
 set -euo pipefail
 target=meta-llama/Llama-3.1-8B-Instruct
 
@@ -17,10 +17,10 @@ trap - EXIT
 kill $server
 wait $server || true
 
-specdistill train recipe=llama-3.1-8b/eagle3 launch=ddp num_processes=8
+[ -d runs/llama-3.1-8b-eagle3/draft ] || specdistill train recipe=llama-3.1-8b/eagle3 launch=ddp num_processes=8
 
 # The exit code of this script is the gate's: 0 passed, 1 failed, 4 more prompts are needed.
 verdict=0
 specdistill eval recipe=runs/llama-3.1-8b-eagle3/run/recipe.yaml || verdict=$?
-specdistill export draft=runs/llama-3.1-8b-eagle3/draft engine=vllm target=$target output_dir=runs/llama-3.1-8b-eagle3/vllm
+[ -d runs/llama-3.1-8b-eagle3/vllm ] || specdistill export draft=runs/llama-3.1-8b-eagle3/draft engine=vllm target=$target output_dir=runs/llama-3.1-8b-eagle3/vllm
 exit $verdict

@@ -19,6 +19,17 @@ DEMO_FOLDER = "runs/demo"
 QUICK_FOLDER = "runs/demo-quick"
 # A draft that was trained with DEMO_RECIPE.
 SHIPPED_DRAFT = RECIPES / "pico" / "eagle3-draft"
+# The sections of a recipe that are only read by training.
+TRAINING_SECTIONS = {
+    "data",
+    "draft",
+    "hidden_states",
+    "loss",
+    "on_policy",
+    "optimizer",
+    "selection",
+    "train",
+}
 
 
 class DemoOptions(Section):
@@ -70,7 +81,18 @@ def _measure_shipped_draft(recipe_keys: list[str]) -> int:
 
     Args:
         recipe_keys: the user's keys, which override those of the demo.
+
+    Raises:
+        UserError: for a key of the training, which would have no effect.
     """
+    for key in recipe_keys:
+        section = key.partition("=")[0].partition(".")[0]
+        if section in TRAINING_SECTIONS and not key.startswith("train.output_dir="):
+            raise UserError(
+                "quick",
+                got=f"true with {key}",
+                expected="quick=false, to train a draft, or no key of the training",
+            )
     keys = [
         f"recipe={DEMO_RECIPE}",
         f"train.output_dir={QUICK_FOLDER}",

@@ -117,7 +117,7 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
         arguments: the `key=value` arguments.
 
     Returns:
-        The options, and the recipe of the untrained draft. The recipe is None for a trained draft.
+        The options, and the recipe of the untrained draft; None for a trained draft or a lookup.
 
     Raises:
         UserError: unless the arguments name exactly one of the three.
@@ -135,8 +135,8 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
             ),
         )
 
-    # Separate the options of this command from the keys of the recipe.
-    # The method of an untrained draft is a key of the recipe, too.
+    # Separate the options of this command from the keys of the recipe. `method` is both: of a
+    # lookup it is an option, and of an untrained draft a key of the recipe.
     method_keys = [argument for argument in arguments if argument.startswith("method=")]
     options, recipe_keys = (
         load_own_keys(ExportOptions, [key for key in arguments if key not in method_keys])

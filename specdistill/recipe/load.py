@@ -223,10 +223,11 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
         typed_keys.update(key for key, _ in flatten_keys(typed_values))
     has_epochs = "train.num_train_epochs" in typed_keys
     has_steps = "train.max_steps" in typed_keys
-    if has_epochs and not has_steps:
-        values["train"].pop("max_steps", None)
-    if has_steps and not has_epochs and values["train"]["max_steps"] != -1:
-        values["train"].pop("num_train_epochs", None)
+    train = values.get("train")
+    if isinstance(train, dict) and has_epochs and not has_steps:
+        train.pop("max_steps", None)
+    if isinstance(train, dict) and has_steps and not has_epochs and train["max_steps"] != -1:
+        train.pop("num_train_epochs", None)
     _check_values(values)
     return values
 

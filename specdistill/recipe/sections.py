@@ -5,7 +5,7 @@ The help text of each key states its unit and its limits.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     Discriminator,
@@ -692,22 +692,23 @@ class MeasurementConfig(Section):
         f" most {QUICK_LIMITS['max_new_tokens']} tokens, one repetition, no test of sampling",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _limit_quick_look(cls, values: object) -> object:
-        """Lower the settings of a quick look to QUICK_LIMITS, whatever its recipe sets."""
-        if not isinstance(values, Mapping) or values.get("quick") is not True:
-            return values
-        limited = dict(values)
+    def limit_quick_look(self) -> Self:
+        """Return the settings to measure with: for a quick look, lowered to QUICK_LIMITS.
+
+        A recipe keeps its own settings, so that a run that recorded it can be measured in full.
+        """
+        if not self.quick:
+            return self
+        lowered: dict[str, int] = {}
         for name, limit in QUICK_LIMITS.items():
-            value = limited.get(name)
-            if value is None or (isinstance(value, int) and value > limit):
-                limited[name] = limit
+            value = getattr(self, name)
+            if value is None or value > limit:
+                lowered[name] = limit
 
         # An engine has no test of sampling that could be left out.
-        if values.get("engine", "specdistill") == "specdistill":
-            limited["sampling_draws"] = 0
-        return limited
+        if getattr(self, "engine", "specdistill") == "specdistill":
+            lowered["sampling_draws"] = 0
+        return self.model_copy(update=lowered)
 
     @model_validator(mode="after")
     def _check_lookups(self) -> "MeasurementConfig":

@@ -80,7 +80,8 @@ def print_length(
 
     # Rows that are not made yet can only be estimated.
     about = "" if size.is_made else "about "
-    epochs = f"{num_epochs:.3g} epoch{'' if num_epochs == 1 else 's'}"
+    num_epochs_text = f"{num_epochs:,.2f}".rstrip("0").rstrip(".")
+    epochs = f"{num_epochs_text} epoch{'' if num_epochs_text == '1' else 's'}"
     processes = "one process" if num_processes == 1 else f"{num_processes} processes"
     sentence = (
         f"Training on {about}{size.num_tokens:,} tokens ({size.num_rows:,} rows of {max_length:,})"
@@ -90,7 +91,7 @@ def print_length(
     Console(stderr=True).print(Text(sentence), soft_wrap=True)
     if num_epochs > MAX_EPOCHS:
         logger.warning(
-            f"The training reads its data {num_epochs:.3g} times, which is more than {MAX_EPOCHS}."
+            f"The training reads its data {num_epochs_text} times, which is more than {MAX_EPOCHS}."
             " Use more data (data.source, data.regenerate.num_tokens), or fewer epochs"
             " (train.num_train_epochs=2)."
         )

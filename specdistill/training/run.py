@@ -468,13 +468,16 @@ def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -
     if not is_finished:
         return None
 
-    # A finished run can only be trained further, for more steps or epochs.
-    old_train = recorded["train"]
-    new_train = recipe_keys["train"]
-    is_longer = any((new_train.get(key) or 0) > (old_train.get(key) or 0) for key in DURATION_KEYS)
+    # A finished run can only be trained further, for more steps or epochs. A number of steps that
+    # replaces epochs must be above the steps that were taken.
+    old_steps, old_epochs = [recorded["train"].get(key) or 0 for key in DURATION_KEYS]
+    new_steps, new_epochs = [recipe_keys["train"].get(key) or 0 for key in DURATION_KEYS]
+    if new_steps > 0:
+        is_longer = new_steps > max(old_steps, *complete_steps, 0)
+    else:
+        is_longer = old_steps <= 0 and new_epochs > old_epochs
     if not is_longer:
-        has_max_steps = (old_train.get("max_steps") or 0) > 0
-        key = "train.max_steps" if has_max_steps else "train.num_train_epochs"
+        key = "train.max_steps" if old_steps > 0 else "train.num_train_epochs"
         return f"a finished run. To train it further, raise {key}"
     if not complete_steps:
         return "a finished run that kept no complete checkpoint, so it cannot be trained further"

@@ -36,6 +36,7 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     """
     # Read the gate and the baseline report first, so that a mistake in them is reported before the
     # measurement, which may take hours.
+    recipe = recipe.model_copy(update={"eval": recipe.eval.limit_quick_look()})
     config = recipe.eval
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
     check_replaceable(folder, "eval.output_dir")

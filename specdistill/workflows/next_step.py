@@ -12,7 +12,6 @@ from typing import Any
 from specdistill.common.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.recipe.load import list_consent_keys, merge_values
-from specdistill.serving.engines import ENGINES
 
 # Patterns of the file that each run writes first, `<train.output_dir>/run/recipe.yaml`. They cover
 # the folders that the documentation and the bundled recipes use, below the working directory.
@@ -95,9 +94,10 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     target = {"model": model, "revision": revision, "adapter": adapter}
     target_keys = _list_target_keys({"target": target})
     measured_engine = report.get("engine", {}).get("name")
-    engine = measured_engine if measured_engine in ENGINES else "vllm"
-
     method = report["draft"]["method"]
+    engine = measured_engine if measured_engine in METHODS[method].serving() else "vllm"
+    # The report of a running server does not say how the server looks up, so `export` refuses it.
+    report_keys = [f"report={folder}"] if "drafting" in report["settings"] else []
     row = report["results"][0]
     gain = phrases.format_gain(row) if "speedup" in row else "no speedup measured"
     return f"{folder} measured {method} lookup: {gain}. Serve it, or train a draft to beat it:", [
@@ -106,10 +106,11 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
             f"method={method}",
             f"engine={engine}",
             *target_keys,
-            f"report={folder}",
+            *report_keys,
             f"output_dir={folder}-{engine}",
         ),
-        _format_command("plan", *target_keys),
+        # A plan is made for the target without an adapter.
+        _format_command("plan", *_list_target_keys({"target": {**target, "adapter": None}})),
     ]
 
 
@@ -203,7 +204,7 @@ def _describe_inconclusive_run(
     rules = report["gate"]["rules"]
     estimates = [rule["prompts_needed"] for rule in rules if rule["prompts_needed"]]
     if report["settings"].get("quick"):
-        command = _format_command("eval", *eval_keys)
+        command = _format_command("eval", *eval_keys, "eval.quick=false")
     elif estimates and max(estimates) <= report["suite"]["num_prompts"]:
         command = _format_command("eval", *eval_keys, f"eval.num_prompts={max(estimates)}")
     else:

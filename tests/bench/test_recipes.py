@@ -40,7 +40,7 @@ def test_the_page_shows_the_record():
 def test_the_page_of_llama_shows_its_record():
     need = RECORD["llama-3.1-8b/eagle3"]
     page = (recipes.PAGE.parent / "llama-3.1-8b.md").read_text(encoding="utf-8")
-    assert f"| {need['hours']} hours, {need['gpu_gb']} GB on each GPU |" in page
+    assert f"| {need['hours']} hours on eight H100, {need['gpu_gb']} GB on each |" in page
     assert f"| disk: run and rows | {need['disk_gb']} GB |" in page
     assert f"| disk: the target | {need['target_gb']} GB |" in page
 

@@ -438,9 +438,11 @@ def _read_initial_draft(recipe: str | None, settings: RecipeKeys) -> ModelConfig
 
     The config ships with the recipe.
     """
-    folder = RECIPES / str(recipe).partition("/")[0] / "draft"
     init = settings.get("draft", {}).get("init")
-    if init in (None, *FRESH_INITIALIZATIONS) or not folder.is_dir():
+    if recipe is None or init in (None, *FRESH_INITIALIZATIONS):
+        return None
+    folder = RECIPES / recipe.partition("/")[0] / "draft"
+    if not folder.is_dir():
         return None
     return read_model_config(str(folder), key="draft.init")
 
@@ -621,7 +623,7 @@ def _estimate_training(
         launch = describe_launch(
             target, memory, configuration, num_processes, is_sharded=is_sharded
         )
-        train = settings["train"]
+        train = {**settings["train"], "per_device_train_batch_size": rows}
         default = DataConfig.model_fields["validation_fraction"].default
         held_out = settings["data"].get("validation_fraction", default)
         num_rows = estimate_rows(tokens, length, held_out) if tokens else None
@@ -815,8 +817,9 @@ def list_own_recipes(target: ModelConfigInfo) -> list[str]:
 
 def _list_weight_sizes(model: ModelConfigInfo) -> dict[str, object]:
     """Return the settings of a language model on which the shapes of its weights depend."""
-    sizes = {key: value for key, value in model.text.to_dict().items() if SIZE_KEY.fullmatch(key)}
-    return {"model_type": model.text.model_type, **sizes}
+    keys = model.text.to_dict()
+    weight_sizes = {key: value for key, value in keys.items() if SIZE_KEY.fullmatch(key)}
+    return {"model_type": model.text.model_type, **weight_sizes}
 
 
 def _has_files(recipe: str) -> bool:

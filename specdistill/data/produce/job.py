@@ -32,7 +32,7 @@ class RunSize(NamedTuple):
         num_rows: training rows, all of `data.max_length` tokens; None if they are not counted yet.
         num_generated: tokens that each process still has to generate.
         batch_size: sequences that a process generates at a time.
-        num_tokens: tokens of the training rows, without padding.
+        num_tokens: tokens of the training rows; with their padding if they are not made yet.
         is_made: whether the rows are made. Otherwise the numbers of rows and tokens are estimates.
     """
 

@@ -63,7 +63,8 @@ SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
 NUM_IDS_SHOWN = 3  # the most ids of prompts in an error, so that it fits into one line
 # What an error says was expected of the key `baseline`.
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
-QUICK = "a quick look decides no rule"  # the reason of rules, if the report has `quick: true`
+# The reason of undecided rules in the report of a quick look.
+QUICK = "a quick look does not decide it"
 FIRST_RELEASE = "none"  # the value of `baseline` if there is no earlier report to compare with
 
 Verdict = Literal["passed", "failed", "inconclusive"]
@@ -281,7 +282,8 @@ def decide(
     """Decide whether a report passes a gate: each of its rules, and the gate as a whole.
 
     If the measurement was cut short, or if the report was edited, the gate fails whatever its rules
-    say: a rule `incomplete` or `digest` is added, which has failed. A quick look decides no rule.
+    say: a rule `incomplete` or `digest` is added, which has failed. A quick look passes no rule
+    that counts, and fails only a rule about an exact value, such as 0 divergences.
 
     Args:
         rules: the rules of the gate.
@@ -302,10 +304,12 @@ def decide(
     ]
     results = [_decide_rule(rule, estimate(rule, evidence, baseline)) for rule in applicable_rules]
 
-    # Leave every rule that counts undecided if this was only a quick look.
+    # Leave the rules that count undecided if this was only a quick look. But a few prompts are
+    # enough to show that an exact value is wrong.
     is_quick = bool(evidence.report["settings"].get("quick"))
     for result in results:
-        if is_quick and result["severity"] != "warn":
+        is_wrong = result["verdict"] == "failed" and "equals" in result["requirement"]
+        if is_quick and result["severity"] != "warn" and not is_wrong:
             result["verdict"] = "inconclusive"
             result["passed"] = False
             result["reason"] = QUICK
