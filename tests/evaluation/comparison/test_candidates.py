@@ -32,20 +32,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def names(*entries: Path | str) -> list[str]:
+def find_names(*entries: Path | str) -> list[str]:
     return [candidate.name for candidate in find_candidates([str(entry) for entry in entries])]
 
 
-def other(source: Path, folder: Path) -> Path:
-    """A draft like `source`, but not the same."""
+def copy_draft(source: Path, folder: Path) -> Path:
+    """Copy a draft and change its config, so that it counts as another draft."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"made_for": str(folder)}))
     return folder
 
 
-def test_each_kind_is_recognised(runs: Path) -> None:
-    found = find_candidates(
+def test_each_kind_of_draft_is_recognised(runs: Path) -> None:
+    candidates = find_candidates(
         [
             str(runs / "eagle" / "draft"),
             "ngram",
@@ -53,16 +53,21 @@ def test_each_kind_is_recognised(runs: Path) -> None:
             str(runs / "model" / "draft"),
         ]
     )
-    assert [candidate.method for candidate in found] == ["eagle", "ngram", "eagle3", "draft_model"]
-    assert [candidate.name for candidate in found] == [
+    assert [candidate.method for candidate in candidates] == [
+        "eagle",
+        "ngram",
+        "eagle3",
+        "draft_model",
+    ]
+    assert [candidate.name for candidate in candidates] == [
         "eagle-draft",
         "ngram",
         "eagle3-draft",
         "model-draft",
     ]
-    assert (found[1].draft, found[1].folder) == (None, None)
+    assert (candidates[1].draft, candidates[1].folder) == (None, None)
     draft = runs / "eagle" / "draft"
-    assert (found[0].draft, found[0].folder) == (str(draft), draft)
+    assert (candidates[0].draft, candidates[0].folder) == (str(draft), draft)
 
 
 def test_a_lookup_may_stand_in_front_of_a_draft(runs: Path) -> None:
@@ -80,8 +85,8 @@ def test_a_lookup_may_stand_in_front_of_a_draft(runs: Path) -> None:
         find_candidates([draft, "ngram"], [None, lookup])
 
 
-def test_tensors_decide_not_what_the_config_calls_itself(runs: Path, tmp_path: Path) -> None:
-    folder = other(runs / "eagle3" / "draft", tmp_path / "named")
+def test_the_tensors_decide_the_method_and_not_the_config(runs: Path, tmp_path: Path) -> None:
+    folder = copy_draft(runs / "eagle3" / "draft", tmp_path / "named")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
@@ -101,8 +106,10 @@ def test_tensors_decide_not_what_the_config_calls_itself(runs: Path, tmp_path: P
         ("torn", "model.safetensors"),
     ],
 )
-def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, fact: str) -> None:
-    folder = other(runs / "model" / "draft", tmp_path / "odd")
+def test_a_folder_without_a_draft_is_refused_with_the_reason(
+    runs: Path, tmp_path: Path, change, fact: str
+) -> None:
+    folder = copy_draft(runs / "model" / "draft", tmp_path / "odd")
     if change == "weights":
         (folder / "model.safetensors").unlink()
     elif change == "torn":
@@ -115,36 +122,40 @@ def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, fact: str
     assert caught.value.key == "drafts" and fact in caught.value.got
 
 
-def test_names_are_as_long_as_tells_them_apart(
+def test_names_are_only_as_long_as_they_need_to_differ(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = runs / "model" / "draft"
     one, two = (
-        other(source, tmp_path / "x" / "run" / "draft"),
-        other(source, tmp_path / "y" / "run" / "draft"),
+        copy_draft(source, tmp_path / "x" / "run" / "draft"),
+        copy_draft(source, tmp_path / "y" / "run" / "draft"),
     )
-    alone = other(source, tmp_path / "x" / "run" / "best")
-    assert names(one, alone, "ngram") == ["draft", "best", "ngram"]
-    assert names(one, two, alone) == ["x-run-draft", "y-run-draft", "best"]
+    alone = copy_draft(source, tmp_path / "x" / "run" / "best")
+    assert find_names(one, alone, "ngram") == ["draft", "best", "ngram"]
+    assert find_names(one, two, alone) == ["x-run-draft", "y-run-draft", "best"]
     monkeypatch.chdir(tmp_path)
-    assert names("x/run/draft", "./y/run/draft") == ["x-run-draft", "y-run-draft"]
+    assert find_names("x/run/draft", "./y/run/draft") == ["x-run-draft", "y-run-draft"]
     monkeypatch.chdir(one)
-    assert names(".", "../best") == ["draft", "best"]
+    assert find_names(".", "../best") == ["draft", "best"]
 
 
-def test_names_are_folders_so_case_does_not_tell_them_apart(runs: Path, tmp_path: Path) -> None:
+def test_names_that_differ_only_in_case_are_lengthened(runs: Path, tmp_path: Path) -> None:
+    """A name is also a folder, and some file systems ignore case."""
     source = runs / "model" / "draft"
     one, two = (
-        other(source, tmp_path / "run" / "a" / "Draft"),
-        other(source, tmp_path / "run" / "b" / "draft"),
+        copy_draft(source, tmp_path / "run" / "a" / "Draft"),
+        copy_draft(source, tmp_path / "run" / "b" / "draft"),
     )
-    assert names(one, two) == ["a-Draft", "b-draft"]
+    assert find_names(one, two) == ["a-Draft", "b-draft"]
     paths = [Path("p") / "q-s", Path("p-q") / "s", Path("x") / "q-s", Path("y") / "s"]
-    one, two, *others = (other(source, tmp_path / path) for path in paths)
-    assert names(*others) == ["q-s", "s"]
+    one, two, *others = (copy_draft(source, tmp_path / path) for path in paths)
+    assert find_names(*others) == ["q-s", "s"]
     with refused("drafts", holds="-p-q-s"):  # alike up to the root
-        names(one, two, *others)
-    assert names(other(source, tmp_path / "ngram"), "ngram") == [f"{tmp_path.name}-ngram", "ngram"]
+        find_names(one, two, *others)
+    assert find_names(copy_draft(source, tmp_path / "ngram"), "ngram") == [
+        f"{tmp_path.name}-ngram",
+        "ngram",
+    ]
 
 
 def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
@@ -152,15 +163,15 @@ def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(draft)
     for entries in (["ngram", "ngram"], [draft, draft], [draft, "ngram", tmp_path / "link"]):
         with refused("drafts", f"{entries[0]} and {entries[-1]}"):
-            names(*entries)
+            find_names(*entries)
 
 
-def test_a_draft_is_compared_with_itself_in_another_shape(runs: Path) -> None:
+def test_a_draft_can_be_compared_with_itself_at_other_settings(runs: Path) -> None:
     draft, lookup = str(runs / "eagle3" / "draft"), LookupFirstConfig()
-    found = find_candidates(
+    candidates = find_candidates(
         [draft, "ngram", draft, draft, draft], [None, None, lookup, None, lookup], [1, 1, 1, 2, 2]
     )
-    assert [each.name for each in found] == [
+    assert [candidate.name for candidate in candidates] == [
         "draft",
         "ngram",
         "ngram+draft",
@@ -172,7 +183,7 @@ def test_a_draft_is_compared_with_itself_in_another_shape(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["ngrm", "./nowhere", "a/b/c", "", "no spaces/allowed"])
-def test_an_entry_that_is_nothing(entry: str) -> None:
+def test_an_entry_that_names_no_draft_is_refused(entry: str) -> None:
     with refused("drafts", entry or "an empty name"):
         find_candidates([entry, "ngram"])
 
@@ -188,29 +199,32 @@ def test_a_comparison_in_two_processes_is_refused(
     assert not folder.exists()
 
 
-def test_a_run_is_not_its_draft_but_near_it(runs: Path) -> None:
+def test_a_run_folder_is_refused_with_the_path_of_its_draft(runs: Path) -> None:
     with pytest.raises(UserError, match=str(runs / "model" / "draft")):
-        names(runs / "model", "ngram")
+        find_names(runs / "model", "ngram")
 
 
 def test_revisions_of_one_hub_id_are_candidates_of_their_own(runs: Path) -> None:
     cached = Path(HF_HUB_CACHE) / "models--someone--head"
     commits = {"v1": "1" * 40, "refs/pr/2": "2" * 40}
     for revision, commit in commits.items():
-        other(runs / "eagle" / "draft", cached / "snapshots" / commit)
+        copy_draft(runs / "eagle" / "draft", cached / "snapshots" / commit)
         (cached / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
         (cached / "refs" / revision).write_text(commit)
     try:
-        found = find_candidates([f"someone/head@{revision}" for revision in commits])
+        candidates = find_candidates([f"someone/head@{revision}" for revision in commits])
     finally:
         shutil.rmtree(cached)
-    assert [candidate.name for candidate in found] == ["head@v1", "head@refs-pr-2"]
-    assert [candidate.draft for candidate in found] == ["someone/head@v1", "someone/head@refs/pr/2"]
-    assert [candidate.folder and candidate.folder.name for candidate in found] == list(
+    assert [candidate.name for candidate in candidates] == ["head@v1", "head@refs-pr-2"]
+    assert [candidate.draft for candidate in candidates] == [
+        "someone/head@v1",
+        "someone/head@refs/pr/2",
+    ]
+    assert [candidate.folder and candidate.folder.name for candidate in candidates] == list(
         commits.values()
     )
 
 
-def test_a_hub_that_cannot_be_reached_is_not_the_users_mistake() -> None:
+def test_a_hub_that_cannot_be_reached_is_a_resource_error() -> None:
     with pytest.raises(ResourceError, match="drafts: someone/nothing "):
         find_candidates(["someone/nothing", "ngram"])

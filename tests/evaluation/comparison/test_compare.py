@@ -35,8 +35,8 @@ GOOD, POOR = (0.75, 0.72, 0.68, 0.65), (0.6, 0.6, 0.6, 0.6)
 
 @pytest.fixture(scope="module")
 def candidates() -> list[Measured]:
-    """The best second: one that accepts less, itself, and one that accepts as much for three times
-    the draft step."""
+    """Three drafts: one that accepts less than the best, the best, and one that accepts as much as
+    the best but whose draft step costs three times as much."""
     return [
         simulated_candidate("poor", conditional=POOR),
         simulated_candidate("best", conditional=GOOD, training=TRAINING),
@@ -51,11 +51,11 @@ def comparison(candidates: list[Measured]) -> dict[str, Any]:
     return compare(candidates)
 
 
-def entry(comparison: dict[str, Any], name: str) -> dict[str, Any]:
+def find_entry(comparison: dict[str, Any], name: str) -> dict[str, Any]:
     return next(entry for entry in comparison["ranking"] if entry["name"] == name)
 
 
-def sentences(comparison: dict[str, Any], topic: str) -> list[str]:
+def list_sentences(comparison: dict[str, Any], topic: str) -> list[str]:
     return [reason["message"] for reason in comparison["why"] if reason["name"] == topic]
 
 
@@ -83,9 +83,9 @@ def test_a_draft_that_changes_the_text_is_last_however_fast(candidates: list[Mea
     assert [entry["name"] for entry in comparison["ranking"]] == ["best", "poor", "wrong"]
     assert [entry["lossless"] for entry in comparison["ranking"]] == [True, True, False]
     assert comparison["ranking"][2]["speedup"] > comparison["ranking"][0]["speedup"]
-    (sentence,) = sentences(comparison, "lossless")
+    (sentence,) = list_sentences(comparison, "lossless")
     assert sentence.startswith("wrong ") and "3 of 48" in sentence
-    assert " faster than best" in sentences(comparison, "gap")[1]
+    assert " faster than best" in list_sentences(comparison, "gap")[1]
 
 
 def test_two_measurements_of_one_draft_are_not_separable(candidates: list[Measured]) -> None:
@@ -95,7 +95,7 @@ def test_two_measurements_of_one_draft_are_not_separable(candidates: list[Measur
     low, high = second["difference_to_best"]["speedup"]["ci95"]
     assert second["separable_from_best"] is False
     assert low < 0 < high
-    assert "not separable" in sentences(comparison, "gap")[0]
+    assert "not separable" in list_sentences(comparison, "gap")[0]
     assert second["name"] in comparison["why"][0]["message"]
 
 
@@ -124,11 +124,14 @@ def test_an_interval_is_separable_when_it_leaves_out_zero() -> None:
 # Parts and differences
 
 
-def by_hand() -> PromptRecord:
-    """Three rounds: two tokens drafted, both accepted; three drafted, one accepted; nothing
-    drafted. Costs as round numbers."""
+def build_record() -> PromptRecord:
+    """Return a record of three rounds whose costs are round numbers.
 
-    def of(drafted: int, accepted: int) -> RoundRecord:
+    The first round drafts two tokens and accepts both, the second drafts three and accepts one, and
+    the third drafts nothing.
+    """
+
+    def make_round(drafted: int, accepted: int) -> RoundRecord:
         tokens = tuple(range(drafted))
         emitted = tuple(range(accepted + 1))
         return RoundRecord(
@@ -138,7 +141,7 @@ def by_hand() -> PromptRecord:
     record = simulated_candidate("x", num_prompts=1).records[0]
     return replace(
         record,
-        rounds=(of(2, 2), of(3, 1), of(0, 0)),
+        rounds=(make_round(2, 2), make_round(3, 1), make_round(0, 0)),
         # num_tokens, num_rounds, seconds, prefill, draft, verify: 7 tokens, the first from the
         # prefill
         speculative=Timing(7, 3, 1.0, 0.1, 0.2, 0.6),
@@ -146,9 +149,9 @@ def by_hand() -> PromptRecord:
     )
 
 
-def test_the_parts_of_three_rounds_by_hand() -> None:
+def test_the_parts_of_three_rounds_match_a_hand_calculation() -> None:
     measured = simulated_candidate("x", num_prompts=2)
-    record = by_hand()
+    record = build_record()
     pair = [
         replace(measured, name=name, records=[record, replace(record, id="other")]) for name in "ab"
     ]
@@ -170,7 +173,7 @@ def test_the_parts_of_three_rounds_by_hand() -> None:
 
 
 def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it() -> None:
-    """Independent positions of 0.8 and 0.6: 1 + 0.6 of 0.8's tokens per round, K = 1."""
+    """With K = 1 and acceptance rates of 0.8 and 0.6, a round emits 1.8 and 1.6 tokens."""
     high = simulated_candidate("high", conditional=(0.8,), num_rounds=100)
     low = simulated_candidate("low", conditional=(0.6,), num_rounds=100)
     differences = compare([high, low])["ranking"][1]["difference_to_best"]
@@ -193,15 +196,15 @@ def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it(
 # Why they differ
 
 
-def told(others: Sequence[Measured], topic: str, best: Measured) -> str:
-    """The sentences about a topic of candidates that are slower than the best."""
-    return " ".join(sentences(compare([best, *others]), topic))
+def join_sentences(others: Sequence[Measured], topic: str, best: Measured) -> str:
+    """Return the sentences on a topic in a comparison of the best with slower candidates."""
+    return " ".join(list_sentences(compare([best, *others]), topic))
 
 
 def test_less_acceptance_is_named_as_the_cause(
     candidates: list[Measured], comparison: dict[str, Any]
 ) -> None:
-    gap, cause = sentences(comparison, "gap")[0], sentences(comparison, "cause")[0]
+    gap, cause = list_sentences(comparison, "gap")[0], list_sentences(comparison, "cause")[0]
     assert (
         gap.startswith("poor is ")
         and "from acceptance" in gap
@@ -209,13 +212,13 @@ def test_less_acceptance_is_named_as_the_cause(
         and "costs" not in gap
     )
     assert "accepts less" in cause and "first position" in cause and "draft token" not in cause
-    assert "short drafts 2.0 tokens" in told(
+    assert "short drafts 2.0 tokens" in join_sentences(
         [simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1]
     )
 
 
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
-    gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
+    gap, cause = list_sentences(comparison, "gap")[1], list_sentences(comparison, "cause")[1]
     assert (
         gap.startswith("dear is ")
         and "from cost" in gap
@@ -238,36 +241,36 @@ def test_both_causes_are_weighed(
     candidates: list[Measured], rates: tuple[float, ...], step: float, source: str
 ) -> None:
     other = simulated_candidate("other", conditional=rates, draft_step=step * DRAFT_STEP)
-    gap = told([other], "gap", candidates[1])
+    gap = join_sentences([other], "gap", candidates[1])
     assert f" mainly from {source}: " in gap and "tokens" in gap and "costs" in gap
-    assert ("accepts more" in told([other], "cause", candidates[1])) == (rates > GOOD)
+    assert ("accepts more" in join_sentences([other], "cause", candidates[1])) == (rates > GOOD)
 
 
 @pytest.mark.parametrize(
     ("parameters", "surprises"),
     [(0, True), (99_000, True), (2_340_000_000, False), (410_000, False)],
 )
-def test_a_step_that_size_does_not_explain(
+def test_a_costly_step_of_a_small_draft_is_not_explained_by_size(
     candidates: list[Measured], parameters: int, surprises: bool
 ) -> None:
     other = simulated_candidate("other", draft_step=3 * DRAFT_STEP, parameters=parameters)
     expected = f"Size is not the reason: {parameters:,} parameters against 410,000."
-    assert (expected in told([other], "cause", candidates[1])) == surprises
+    assert (expected in join_sentences([other], "cause", candidates[1])) == surprises
 
 
-def test_an_even_trade_is_called_one() -> None:
-    """As many more tokens as the rounds cost more, so that the speed does not differ."""
+def test_more_tokens_at_an_equally_higher_cost_are_said_to_offset() -> None:
+    """One draft emits as many more tokens as its rounds cost more, so that speeds do not differ."""
     short, long = (
         simulated_candidate("x", conditional=(rate,) * 4, noise=0.0) for rate in (0.5, 0.8)
     )
     tokens = [one.report["results"][0]["mean_acceptance_length"] for one in (short, long)]
     even = (tokens[1] / tokens[0] * (VERIFY_STEP + 4 * DRAFT_STEP) - VERIFY_STEP) / 4
     long = simulated_candidate("long", conditional=(0.8,) * 4, draft_step=even, noise=0.0)
-    gap = told([long], "gap", short)
+    gap = join_sentences([long], "gap", short)
     assert "not separable" in gap and "offset each other" in gap
 
 
-def test_a_difference_that_does_not_reach_the_speed() -> None:
+def test_a_difference_that_does_not_show_in_the_speed_is_described() -> None:
     differences = {name: {"change": 0.0, "ci95": [-0.01, 0.01]} for name in ("speedup", *PARTS)}
     differences["speedup"] = {"change": -0.02, "ci95": [-0.05, 0.01]}
     document = compare([simulated_candidate(name, num_prompts=8) for name in ("best", "other")])
@@ -275,19 +278,23 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     ranking[1].update(name="other", separable_from_best=False, difference_to_best=differences)
     ranking[0]["name"] = "best"
 
-    def gap() -> str:
+    def describe_gap() -> str:
         return dict(explain_differences(document["candidates"], ranking))["gap"]
 
-    assert all(fact in gap() for fact in ("not separable", "2.0% slower", "(−5.0% to +1.0%)"))
-    assert "tokens" not in gap()
+    assert all(
+        fact in describe_gap() for fact in ("not separable", "2.0% slower", "(−5.0% to +1.0%)")
+    )
+    assert "tokens" not in describe_gap()
     differences["mean_acceptance_length"] = {"change": -0.03, "ci95": [-0.04, -0.02]}
-    assert "3.0% fewer tokens" in gap() and "does not show in the speed" in gap()
-    # sure, but not worth a word
+    assert "3.0% fewer tokens" in describe_gap() and "does not show in the speed" in describe_gap()
+    # The difference is certain, but too small to mention.
     differences["mean_acceptance_length"] = {"change": -0.003, "ci95": [-0.004, -0.002]}
-    assert "tokens" not in gap()
+    assert "tokens" not in describe_gap()
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
-    assert "2.0% slower than best (−3.0% to −1.0%)" in gap() and "Neither" in gap()
+    assert (
+        "2.0% slower than best (−3.0% to −1.0%)" in describe_gap() and "Neither" in describe_gap()
+    )
 
 
 # The pages
@@ -309,7 +316,7 @@ def test_the_table_says_what_training_took(candidates, comparison) -> None:
     [(None, "–"), (0.42, "0.4 s"), (9.96, "10 s"), (59.6, "1 min 0 s"), (141.2, "2 min 21 s"),
         (3599.7, "1 h 0 min")],
 )  # fmt: skip
-def test_a_duration_is_said_in_two_units(seconds: float | None, text: str) -> None:
+def test_a_duration_has_at_most_two_units(seconds: float | None, text: str) -> None:
     assert format_duration(seconds) == text
 
 
@@ -319,9 +326,9 @@ def test_a_chart_has_one_k_and_a_table_eight_columns_at_most() -> None:
         for name, k in (("four", 4), ("two", 2))
     ]
     page = render_comparison_html(compare(drafts))
-    for k, own, other in ((4, "four", "two"), (2, "two", "four")):
+    for k, name, other_name in ((4, "four", "two"), (2, "two", "four")):
         for chart in re.findall(rf"<h3>[^<]*, K = {k}</h3>.*?</figure>", page, re.DOTALL):
-            assert own in chart and other not in chart
+            assert name in chart and other_name not in chart
     assert page.count(", K = 4</h3>") == page.count(", K = 2</h3>") == 1
     for head in re.findall("<thead>.*?</thead>", page, re.DOTALL):
         assert 2 < head.count('<th scope="col"') == head.count("<th") - 1 <= 8

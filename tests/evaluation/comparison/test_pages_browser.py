@@ -45,7 +45,9 @@ def page() -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_the_page_fits_and_does_not_complain(page: str, tmp_path, width: int, dark: bool) -> None:
+def test_the_page_fits_the_screen_in_light_and_dark(
+    page: str, tmp_path, width: int, dark: bool
+) -> None:
     found = look(page, PROBE, tmp_path, width=width, dark=dark)
     assert (found["overflow"], found["clipped"], found["figures"]) == (False, [], 3)
     assert found["links"] == [

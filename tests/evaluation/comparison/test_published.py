@@ -21,8 +21,8 @@ QWEN = "vllm-ci-qwen3-8b-eagle3"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_figures_agree_with_each_other_and_the_protocol_is_one_that_eval_takes(name: str) -> None:
-    """Rounded as published: to two digits, rates to four."""
+def test_published_figures_agree_and_eval_takes_their_protocol(name: str) -> None:
+    """Lengths are published with two decimals, and rates with four."""
     published = load_published(name)
     for figure in published.figures:
         length, rates = figure.mean_acceptance_length, figure.acceptance_rate_per_position
@@ -46,18 +46,18 @@ def test_figures_agree_with_each_other_and_the_protocol_is_one_that_eval_takes(n
     )
 
 
-def test_raw_counts_are_those_of_the_published_runs() -> None:
-    """Their length is computed again above."""
+def test_raw_counts_match_the_published_runs() -> None:
+    """The test above checks the acceptance lengths that follow from these counts."""
     figures = [
         figure for name in NAMES for figure in load_published(name).figures if figure.num_drafts
     ]
-    assert {(each.num_drafts, each.num_accepted_tokens) for each in figures} == {
+    assert {(figure.num_drafts, figure.num_accepted_tokens) for figure in figures} == {
         (4816, 12208),
         (84995, 128899),
     }
 
 
-def measured(
+def write_report(
     folder: Path,
     published: PublishedFigures,
     *,
@@ -65,13 +65,15 @@ def measured(
     ci95: list[float] | None,
     **other: Any,
 ) -> Path:
-    """A report by the protocol, in the layout of the sample; other: fields of it that are not the
-    protocol's."""
+    """Write a report measured by the published protocol, in the layout of the sample report.
+
+    `other` holds fields that differ from the protocol.
+    """
     sample, k = (
         read_json(ROOT / "docs" / "sample" / "report.json"),
         published.figures[0].num_speculative_tokens,
     )
-    of_row = {
+    protocol_fields = {
         "suite": published.suite,
         "num_prompts": published.num_prompts,
         "temperature": 0.0,
@@ -79,7 +81,7 @@ def measured(
     }
     row = {
         **sample["results"][0],
-        **of_row,
+        **protocol_fields,
         "num_speculative_tokens": k,
         "acceptance_length_vllm": length,
     }
@@ -122,7 +124,7 @@ def test_a_report_is_above_below_or_not_separable(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report = measured(tmp_path, load_published(QWEN), length=length, ci95=ci95)
+    report = write_report(tmp_path, load_published(QWEN), length=length, ci95=ci95)
     assert main(["compare", f"published={QWEN}", f"report={report}"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| 3 "))
     assert line.endswith(f"| {said} |") and "| 2.26 | 65%  40%  20% |" in line
@@ -146,7 +148,7 @@ def test_a_report_is_above_below_or_not_separable(
 def test_another_protocol_is_refused_by_name(
     other: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = measured(tmp_path, load_published(QWEN), length=2.4, ci95=[2.3, 2.5], **other)
+    report = write_report(tmp_path, load_published(QWEN), length=2.4, ci95=[2.3, 2.5], **other)
     if (k := other.get("num_speculative_tokens")) is not None:
         content = read_json(report)
         row = content["results"][0]
@@ -191,7 +193,7 @@ def test_a_draft_is_measured_by_the_published_protocol(
     ("arguments", "key"),
     [((f"published={QWEN}",), "report"), (("published=vllm-ci",), "published")],
 )
-def test_mistakes_are_told_by_their_key(
+def test_a_mistake_is_reported_with_its_key(
     arguments: tuple[str, ...], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *arguments]) == 2

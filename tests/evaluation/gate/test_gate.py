@@ -29,19 +29,23 @@ def write_gate(folder, *rules):
     return str(path)
 
 
-def judged(evidence, rule, baseline=None):
+def judge_rule(evidence, rule, baseline=None):
     (result,) = decide([rule], evidence, baseline)["rules"]
     return result
 
 
-def changed(evidence, path, value):
+def edit_evidence(evidence, path, value):
     return Evidence(edited(dict(evidence.report), path, value), evidence.records)
 
 
-def without(evidence, *path):
+def remove_from_report(evidence, *path):
     section = functools.reduce(lambda part, name: part[name], path[:-1], evidence.report)
-    kept = {name: part for name, part in section.items() if name != path[-1]}
-    return changed(evidence, path[:-1], kept) if path[:-1] else Evidence(kept, evidence.records)
+    remaining = {name: part for name, part in section.items() if name != path[-1]}
+    return (
+        edit_evidence(evidence, path[:-1], remaining)
+        if path[:-1]
+        else Evidence(remaining, evidence.records)
+    )
 
 
 def test_a_number_with_an_interval_is_tested_at_its_confidence_bound(evidence):
@@ -49,79 +53,85 @@ def test_a_number_with_an_interval_is_tested_at_its_confidence_bound(evidence):
     low, high = row["speedup_ci95"]
     between = (low + row["speedup"]) / 2
     assert row["speedup"] > between
-    result = judged(evidence, Rule("speedup", "min", between))
+    result = judge_rule(evidence, Rule("speedup", "min", between))
     assert not result["passed"]
     assert result["ci95"] == [low, high]
     assert "lower 95% bound" in result["reason"] and f"{low:.4g}" in result["reason"]
-    assert judged(evidence, Rule("speedup", "min", low - 1e-6))["passed"]
-    result = judged(evidence, Rule("speedup", "max", (high + row["speedup"]) / 2))
+    assert judge_rule(evidence, Rule("speedup", "min", low - 1e-6))["passed"]
+    result = judge_rule(evidence, Rule("speedup", "max", (high + row["speedup"]) / 2))
     assert not result["passed"]
     assert "upper 95% bound" in result["reason"] and f"{high:.4g}" in result["reason"]
-    assert judged(evidence, Rule("speedup", "max", high + 1e-6))["passed"]
+    assert judge_rule(evidence, Rule("speedup", "max", high + 1e-6))["passed"]
 
 
-def test_another_confidence_is_another_interval(evidence):
+def test_the_confidence_of_a_rule_sets_its_interval(evidence):
     low = evidence.report["results"][0]["speedup_ci95"][0]
-    result = judged(evidence, Rule("speedup", "min", low + 1e-4, confidence=0.5))
+    result = judge_rule(evidence, Rule("speedup", "min", low + 1e-4, confidence=0.5))
     assert result["passed"]
     assert (result["ci95"], result["confidence"]) == (None, 0.5)
-    assert not judged(evidence, Rule("speedup", "min", low, confidence=0.999))["passed"]
+    assert not judge_rule(evidence, Rule("speedup", "min", low, confidence=0.999))["passed"]
     value = evidence.report["results"][0]["speedup"]
-    assert judged(evidence, Rule("speedup", "min", value, confidence=0))["passed"]
-    assert not judged(evidence, Rule("speedup", "min", value + 1e-6, confidence=0))["passed"]
+    assert judge_rule(evidence, Rule("speedup", "min", value, confidence=0))["passed"]
+    assert not judge_rule(evidence, Rule("speedup", "min", value + 1e-6, confidence=0))["passed"]
 
 
 def test_a_category_has_its_own_row_and_records(evidence):
     row = next(row for row in evidence.report["results"] if row["category"] == "chat")
-    result = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}))
+    result = judge_rule(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}))
     assert (result["value"], result["scope"]) == (
         row["mean_acceptance_length"],
         {"category": "chat"},
     )
-    narrow = judged(
+    narrow = judge_rule(
         evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}, confidence=0.5)
     )
     assert narrow["passed"]
 
 
-def test_equals_and_dotted_paths(evidence):
-    assert judged(evidence, Rule("lossless.greedy_identical", "equals", True))["passed"]
-    assert not judged(evidence, Rule("lossless.greedy_identical", "equals", False))["passed"]
-    assert judged(evidence, Rule("draft.bytes", "max", 2_000_000))["passed"]
+def test_a_rule_takes_equals_and_a_dotted_path(evidence):
+    assert judge_rule(evidence, Rule("lossless.greedy_identical", "equals", True))["passed"]
+    assert not judge_rule(evidence, Rule("lossless.greedy_identical", "equals", False))["passed"]
+    assert judge_rule(evidence, Rule("draft.bytes", "max", 2_000_000))["passed"]
 
 
 def test_absent_evidence_fails_and_says_why(evidence):
     missing = [
-        (without(evidence, "results", 0, "speedup"), Rule("speedup", "min", 0.0)),
+        (remove_from_report(evidence, "results", 0, "speedup"), Rule("speedup", "min", 0.0)),
         (
-            without(evidence, "lossless", "sampling_test"),
+            remove_from_report(evidence, "lossless", "sampling_test"),
             Rule("lossless.sampling_test.p_value", "min", 0.0),
         ),
-        (without(evidence, "theory"), Rule("theory.best_k", "min", 0)),
+        (remove_from_report(evidence, "theory"), Rule("theory.best_k", "min", 0)),
         (evidence, Rule("speedup", "min", 0.0, {"category": "poems"})),
         (evidence, Rule("speedup", "min", 0.0, {"suite": "other"})),
         (evidence, Rule("speedup", "max_regression", 1.0)),
     ]
     for lacking, rule in missing:
-        result = judged(lacking, rule)
+        result = judge_rule(lacking, rule)
         assert (result["passed"], result["value"]) == (False, None)
         assert result["reason"].startswith("no evidence: ")
-    untold = changed(without(evidence, "theory"), ("not_measured", "theory"), "nothing was drafted")
-    assert judged(untold, Rule("theory.v", "max", 9.0))["reason"].endswith("nothing was drafted")
+    untold = edit_evidence(
+        remove_from_report(evidence, "theory"), ("not_measured", "theory"), "nothing was drafted"
+    )
+    assert judge_rule(untold, Rule("theory.v", "max", 9.0))["reason"].endswith(
+        "nothing was drafted"
+    )
     # A section whose name only begins alike has another reason.
-    other = changed(without(evidence, "theory"), ("not_measured", "the"), "nothing was drafted")
-    assert judged(other, Rule("theory.v", "max", 9.0))["reason"].endswith("it was not measured")
+    other = edit_evidence(
+        remove_from_report(evidence, "theory"), ("not_measured", "the"), "nothing was drafted"
+    )
+    assert judge_rule(other, Rule("theory.v", "max", 9.0))["reason"].endswith("it was not measured")
 
 
 def test_a_number_without_the_interval_it_should_have_is_no_evidence():
     records = simulate(1)
-    result = judged(Evidence(simulated_report(records), records), Rule("speedup", "min", 0.0))
+    result = judge_rule(Evidence(simulated_report(records), records), Rule("speedup", "min", 0.0))
     assert not result["passed"] and result["reason"].startswith("no evidence")
 
 
 def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
-    cut = changed(
-        changed(evidence, ("incomplete",), True),
+    cut = edit_evidence(
+        edit_evidence(evidence, ("incomplete",), True),
         ("not_measured",),
         {"incomplete": "the server went away"},
     )
@@ -135,16 +145,16 @@ def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
         "cut short" in decision["rules"][0]["reason"]
         and "the server went away" in decision["rules"][0]["reason"]
     )
-    assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))[
+    assert decide([Rule("speedup", "min", 1.0)], edit_evidence(evidence, ("incomplete",), False))[
         "passed"
     ]
-    result = judged(evidence, NO_WORSE, cut)
+    result = judge_rule(evidence, NO_WORSE, cut)
     assert (
         not result["passed"]
         and result["reason"].startswith("no evidence")
         and "baseline" in result["reason"]
     )
-    # other prompts than the baseline's, for a reason that is known
+    # The prompts differ from the baseline's only because the run was cut short.
     few = Evidence(cut.report, cut.records[:3])
     (_, result) = decide([NO_WORSE], few, evidence)["rules"]
     assert (
@@ -167,23 +177,23 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     report = {**evidence.report, "results": [*evidence.report["results"], row]}
     for name, value in other.items():
         rule = Rule("num_rounds", "equals", 77, {name: value, "context_bucket": "512"})
-        assert judged(Evidence(report, []), rule)["value"] == 77, name
+        assert judge_rule(Evidence(report, []), rule)["value"] == 77, name
     whole = {
         **report,
         "results": [*report["results"], {**row, "context_bucket": "all", "num_rounds": 88}],
     }
-    assert judged(
+    assert judge_rule(
         Evidence(whole, []), Rule("num_rounds", "equals", 88, {"num_speculative_tokens": 7})
-    )["passed"]  # uncut prompts
-    # as YAML has it
-    of_context = read_rule(
+    )["passed"]  # a rule without a bucket takes the row of uncut prompts
+    # YAML reads a bucket as a number; a report holds it as a string.
+    context_rule = read_rule(
         "", {"metric": "num_rounds", "equals": 77, "scope": {"context_bucket": 512}}
     )
-    assert judged(Evidence(report, []), of_context)["passed"]
-    nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
+    assert judge_rule(Evidence(report, []), context_rule)["passed"]
+    nowhere = judge_rule(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
     assert nowhere["reason"].startswith("no evidence") and "batch_size=16" in nowhere["reason"]
     assert (
-        judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"]
+        judge_rule(Evidence(report, []), Rule("num_rounds", "min", 0))["value"]
         == evidence.report["results"][0]["num_rounds"]
     )
 
@@ -216,12 +226,12 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
         ("speedup > 1", "", "'speedup > 1'"),
     ],
 )
-def test_rules_that_say_nothing_sensible(tmp_path, rule, key, got):
+def test_an_invalid_rule_is_refused(tmp_path, rule, key, got):
     with refused(f"mine.yaml rule 1{key}", got):
         load_gate(write_gate(tmp_path, rule))
 
 
-def test_gates_that_are_not_there(tmp_path):
+def test_a_missing_or_broken_gate_is_refused(tmp_path):
     with refused("gate", "defualt"):
         load_gate("defualt")
     for name, content in (("empty", ""), ("broken", "[")):
@@ -239,20 +249,24 @@ def test_every_gate_that_ships_loads_and_can_be_passed():
     ]
     measured = Evidence(simulated_report(records), records)
     for name in names:
-        taken = changed(measured, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 2**30})
-        decision = decide(load_gate(name), taken, baseline=taken)
+        measured_at_a_cost = edit_evidence(
+            measured, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 2**30}
+        )
+        decision = decide(load_gate(name), measured_at_a_cost, baseline=measured_at_a_cost)
         assert decision["passed"], decision
         assert load_gate(f"eval/gates/{name}.yaml") == load_gate(name)
 
 
-def test_the_default_gate_fails_what_it_is_there_to_fail(evidence):
+def test_the_default_gate_fails_lossy_untested_and_slow_drafts(evidence):
     for path, value in (
         (("lossless", "unexplained_divergences"), 1),
         (("lossless", "sampling_test", "p_value"), 1e-6),
         (("lossless", "sampling_test", "negative_control_p_value"), 0.4),
         (("results", 0, "speedup_ci95"), [0.99, 1.4]),
     ):
-        assert not decide(load_gate("default"), changed(evidence, path, value))["passed"], path
+        assert not decide(load_gate("default"), edit_evidence(evidence, path, value))["passed"], (
+            path
+        )
 
 
 # Regressions
@@ -261,7 +275,7 @@ REPORT = simulated_report(simulate(2))
 NO_WORSE = Rule("mean_acceptance_length", "max_regression", 0.03)
 
 
-def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
+def test_a_baseline_on_other_prompts_is_refused_with_the_difference(evidence):
     others = [
         replace(record, id=f"other-{number}") for number, record in enumerate(evidence.records[:5])
     ]
@@ -270,9 +284,9 @@ def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
         "5 only in the baseline (other-0, other-1, other-2, …)",
     )
     with refused("baseline", f"other prompts: {missing}; {added}"):
-        judged(evidence, NO_WORSE, Evidence(evidence.report, [*evidence.records[1:], *others]))
+        judge_rule(evidence, NO_WORSE, Evidence(evidence.report, [*evidence.records[1:], *others]))
     with refused("baseline", f"other prompts: {missing}"):
-        judged(evidence, NO_WORSE, Evidence(evidence.report, evidence.records[1:]))
+        judge_rule(evidence, NO_WORSE, Evidence(evidence.report, evidence.records[1:]))
 
 
 @pytest.mark.parametrize(
@@ -293,21 +307,22 @@ def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
 )
 def test_a_baseline_that_measured_something_else_is_refused(evidence, path, value, got):
     with refused("baseline", got):
-        judged(evidence, NO_WORSE, changed(evidence, path, value))
+        judge_rule(evidence, NO_WORSE, edit_evidence(evidence, path, value))
 
 
 def test_a_baseline_on_another_target_is_refused_by_name(evidence):
-    report = changed(evidence, ("target", "weights"), "a" * 64)
-    other = changed(
-        changed(evidence, ("target", "model"), "another"), ("target", "weights"), "b" * 64
+    report = edit_evidence(evidence, ("target", "weights"), "a" * 64)
+    other = edit_evidence(
+        edit_evidence(evidence, ("target", "model"), "another"), ("target", "weights"), "b" * 64
     )
     with refused("baseline", "a report on another (weights bbbbbbbb)"):
-        judged(report, NO_WORSE, other)
-    moved = changed(
-        changed(evidence, ("target", "model"), "elsewhere"), ("target", "weights"), "a" * 64
+        judge_rule(report, NO_WORSE, other)
+    moved = edit_evidence(
+        edit_evidence(evidence, ("target", "model"), "elsewhere"), ("target", "weights"), "a" * 64
     )
     assert (
-        judged(report, NO_WORSE, moved)["passed"] and judged(report, NO_WORSE, evidence)["passed"]
+        judge_rule(report, NO_WORSE, moved)["passed"]
+        and judge_rule(report, NO_WORSE, evidence)["passed"]
     )
 
 
@@ -318,27 +333,29 @@ def test_a_baseline_on_another_target_is_refused_by_name(evidence):
         (("engine",), {"name": "vllm", "version": "1"}, "AMD EPYC 9B45 by vllm"),
     ],
 )
-def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(
+def test_a_baseline_of_another_machine_or_engine_compares_acceptance_but_not_speed(
     evidence, path, value, place
 ):
-    elsewhere = changed(evidence, path, value)
-    result = judged(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
+    elsewhere = edit_evidence(evidence, path, value)
+    result = judge_rule(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
     assert (result["passed"], result["value"]) == (False, None)
     assert "AMD EPYC 9B45 by specdistill" in result["reason"] and place in result["reason"]
-    assert judged(evidence, NO_WORSE, elsewhere)["passed"]
+    assert judge_rule(evidence, NO_WORSE, elsewhere)["passed"]
 
 
-def test_what_one_side_did_not_measure_is_no_evidence(evidence):
+def test_a_metric_that_one_side_did_not_measure_is_no_evidence(evidence):
     rule = Rule("draft_ms", "max_regression", 0.5)
-    lacking = without(evidence, "results", 0, "draft_ms")
-    lacking = changed(lacking, ("results", 0, "not_measured", "draft_ms"), "nothing was drafted")
-    free = changed(evidence, ("results", 0, "draft_ms"), 0.0)
+    lacking = remove_from_report(evidence, "results", 0, "draft_ms")
+    lacking = edit_evidence(
+        lacking, ("results", 0, "not_measured", "draft_ms"), "nothing was drafted"
+    )
+    free = edit_evidence(evidence, ("results", 0, "draft_ms"), 0.0)
     for new, old, side, why in (
         (lacking, evidence, "report", "nothing was drafted"),
         (evidence, lacking, "baseline", "nothing was drafted"),
         (evidence, free, "baseline", "0.0"),  # a change from 0 has no size
     ):
-        result = judged(new, rule, old)
+        result = judge_rule(new, rule, old)
         assert (
             not result["passed"]
             and result["reason"].startswith("no evidence")
@@ -352,7 +369,7 @@ def test_a_configuration_of_a_sweep_is_compared_with_its_own_prompts_alone():
     may count."""
     cold = simulate(8)
 
-    def swept(rate):
+    def sweep_with_rate(rate):
         records = [
             replace(record, configuration=Configuration(4, 1.0))
             for record in simulate(8, conditional=(rate,) * 4)
@@ -360,17 +377,17 @@ def test_a_configuration_of_a_sweep_is_compared_with_its_own_prompts_alone():
         rows = build_result_rows(records, SUITE, Configuration(4, 1.0), seed=0)
         return Evidence({**REPORT, "results": [*REPORT["results"], *rows]}, [*cold, *records])
 
-    warm, worse = swept(0.6), swept(0.4)
+    warm, worse = sweep_with_rate(0.6), sweep_with_rate(0.4)
     rule = replace(NO_WORSE, scope={"temperature": 1.0})
-    assert judged(warm, NO_WORSE, worse)["value"] == 0
-    assert judged(warm, rule, warm)["value"] == 0
-    found = judged(worse, rule, warm)
-    assert found["value"] < -0.1 and not found["passed"]
+    assert judge_rule(warm, NO_WORSE, worse)["value"] == 0
+    assert judge_rule(warm, rule, warm)["value"] == 0
+    result = judge_rule(worse, rule, warm)
+    assert result["value"] < -0.1 and not result["passed"]
 
 
 def test_a_baseline_may_list_its_prompts_in_another_order(evidence):
     turned = Evidence(evidence.report, evidence.records[::-1])
-    assert judged(evidence, NO_WORSE, turned)["ci95"] == [0.0, 0.0]  # paired by prompt
+    assert judge_rule(evidence, NO_WORSE, turned)["ci95"] == [0.0, 0.0]  # paired by prompt
 
 
 def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
@@ -378,14 +395,14 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
         with_rounds(record, record.rounds[:-2]) if number % 2 else record
         for number, record in enumerate(evidence.records)
     ]
-    other = Evidence(evidence.report, churned(records, 0.0, seed=1))
-    result = judged(
+    other = Evidence(evidence.report, vary_acceptance(records, 0.0, seed=1))
+    result = judge_rule(
         other,
         Rule("mean_acceptance_length", "max_regression", 0.004),
         Evidence(evidence.report, records),
     )
     (value, (low, _)) = result["value"], result["ci95"]
-    assert low < -0.004 < value  # allowed itself
+    assert low < -0.004 < value  # the change itself is allowed
     needed = math.ceil(48 * ((value - low) / (value + 0.004)) ** 2)
     assert needed > 48
     for fact in (
@@ -401,8 +418,8 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
         False,
         needed,
     )
-    worse = judged(
-        Evidence(evidence.report, churned(records, 0.2, seed=1)),
+    worse = judge_rule(
+        Evidence(evidence.report, vary_acceptance(records, 0.2, seed=1)),
         NO_WORSE,
         Evidence(evidence.report, records),
     )
@@ -426,17 +443,17 @@ def test_estimates_of_prompts_are_rounded_and_capped():
         (Rule("prediction_gap", "max", 0.1), (0.11, 0.2), "failed"),
         (Rule("speedup", "max_regression", 0.05), (-0.04, 0.02), "passed"),
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.02), "inconclusive"),
-        # a loss, and perhaps beyond it
+        # a certain loss, which may exceed the margin
         (Rule("speedup", "max_regression", 0.05), (-0.06, -0.02), "failed"),
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.0), "inconclusive"),  # perhaps no loss
-        # a loss, and within the margin
+        # a certain loss, but within the margin
         (Rule("speedup", "max_regression", 0.05), (-0.05, -0.02), "passed"),
         # more milliseconds are a loss
         (Rule("verify_ms", "max_regression", 0.05), (0.02, 0.06), "failed"),
         (Rule("verify_ms", "max_regression", 0.05), (-0.06, 0.04), "passed"),
     ],
 )
-def test_three_verdicts(rule, interval, verdict):
+def test_the_interval_decides_between_three_verdicts(rule, interval, verdict):
     found, _, needed = compare_with_threshold(rule, Estimate(sum(interval) / 2, interval, None, 48))
     assert found == verdict
     assert (needed is not None) == (verdict == "inconclusive")
@@ -461,7 +478,9 @@ def test_one_failed_rule_fails_and_an_undecided_one_does_not_pass(evidence):
 
 
 def test_a_first_release_is_not_asked_for_regressions(evidence):
-    within = changed(evidence, ("measurement",), {"seconds": 60.0, "peak_memory_bytes": 10**9})
+    within = edit_evidence(
+        evidence, ("measurement",), {"seconds": 60.0, "peak_memory_bytes": 10**9}
+    )
     gate = decide(load_gate("release"), within, first_release=True)
     assert gate["first_release"] and all(
         "max_regression" not in rule["requirement"] for rule in gate["rules"]
@@ -470,15 +489,17 @@ def test_a_first_release_is_not_asked_for_regressions(evidence):
     assert not decide(load_gate("release"), within)["passed"]
 
 
-def churned(records, drop, seed):
-    """The same prompts by a draft that differs: one round in twenty is accepted one token further,
-    others one less, and the mean acceptance length falls by the share `drop`.
+def vary_acceptance(records, drop, seed):
+    """Return records of the same prompts by a draft that accepts differently.
+
+    One round in twenty accepts one token more and others one less, so that the mean acceptance
+    length falls by the share `drop`.
     """
     generator = np.random.default_rng(seed)
     counts = np.array([len(entry.accepted) for record in records for entry in record.rounds])
     gain, full = 0.05, len(records[0].rounds[0].drafted)
     loss = float((gain * (counts < full).mean() + drop * (1 + counts.mean())) / (counts > 0).mean())
-    changed = []
+    changed_records = []
     for record in records:
         rounds = []
         for entry in record.rounds:
@@ -493,5 +514,5 @@ def churned(records, drop, seed):
                     emitted_text=("x",) * len(emitted),
                 )
             )
-        changed.append(with_rounds(record, rounds))
-    return changed
+        changed_records.append(with_rounds(record, rounds))
+    return changed_records

@@ -20,34 +20,37 @@ def evidence():
 
 
 @pytest.fixture(scope="module")
-def slower():
-    """The same acceptance, at drafts that cost twice as much."""
+def slower_evidence():
+    """Evidence with the same acceptance, from drafts that cost twice as much."""
     records = simulate(24, draft_step=2 * DRAFT_STEP, timing_seed=2)
     return Evidence(simulated_report(records), records)
 
 
-def by_metric(section):
+def index_by_metric(section):
     return {entry["metric"]: entry for entry in section["changes"] if entry["category"] == "all"}
 
 
-def test_old_and_new_with_the_paired_change(evidence, slower):
-    section = build_changes(slower, evidence)
-    validate_report({**slower.report, "baseline": section})
-    found = by_metric(section)
-    draft = found["draft_ms"]
+def test_a_change_shows_the_old_value_the_new_one_and_the_paired_change(evidence, slower_evidence):
+    section = build_changes(slower_evidence, evidence)
+    validate_report({**slower_evidence.report, "baseline": section})
+    changes = index_by_metric(section)
+    draft = changes["draft_ms"]
     assert (draft["old"], draft["new"]) == tuple(
-        side.report["results"][0]["draft_ms"] for side in (evidence, slower)
+        side.report["results"][0]["draft_ms"] for side in (evidence, slower_evidence)
     )
     assert draft["change"] == pytest.approx(1.0, abs=0.02)
     low, high = draft["ci95"]
     assert low < draft["change"] < high
     assert find_direction(draft) == "worse"  # more milliseconds
-    assert find_direction(found["speedup"]) == "worse"
-    assert find_direction(by_metric(build_changes(evidence, slower))["speedup"]) == "better"
+    assert find_direction(changes["speedup"]) == "worse"
+    assert (
+        find_direction(index_by_metric(build_changes(evidence, slower_evidence))["speedup"])
+        == "better"
+    )
 
 
-def test_equal_texts_are_no_change_of_acceptance(evidence, slower):
-    section = build_changes(slower, evidence)
+def test_equal_texts_are_no_change_of_acceptance(evidence, slower_evidence):
+    section = build_changes(slower_evidence, evidence)
     lengths = [entry for entry in section["changes"] if entry["metric"] == "mean_acceptance_length"]
     assert [entry["category"] for entry in lengths] == [
         "all",
@@ -62,16 +65,16 @@ def test_equal_texts_are_no_change_of_acceptance(evidence, slower):
     )
 
 
-def test_what_cannot_be_compared_says_why(evidence, slower):
+def test_a_metric_that_cannot_be_compared_says_why(evidence, slower_evidence):
     old = edited(evidence.report, ("hardware", "name"), "another")
     del old["results"][0]["acceptance_rate"]
-    section = build_changes(slower, Evidence(old, evidence.records))
-    validate_report({**slower.report, "baseline": section})
-    found = by_metric(section)
-    assert "change" not in found["speedup"]
-    assert "another" in found["speedup"]["reason"]
-    assert found["acceptance_rate"]["reason"] == "not measured in the baseline: it is absent"
-    assert "old" not in found["acceptance_rate"]
+    section = build_changes(slower_evidence, Evidence(old, evidence.records))
+    validate_report({**slower_evidence.report, "baseline": section})
+    changes = index_by_metric(section)
+    assert "change" not in changes["speedup"]
+    assert "another" in changes["speedup"]["reason"]
+    assert changes["acceptance_rate"]["reason"] == "not measured in the baseline: it is absent"
+    assert "old" not in changes["acceptance_rate"]
     (cells,) = (
         row
         for row in tables.tabulate_changes({"baseline": section}).rows
@@ -81,13 +84,13 @@ def test_what_cannot_be_compared_says_why(evidence, slower):
     assert cells[3] == ("–", "not measured in the baseline: it is absent")
 
 
-def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower):
+def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower_evidence):
     old = {
         **evidence.report,
         "results": [{**row, "suite_version": "0"} for row in evidence.report["results"]],
     }
-    section = build_changes(slower, Evidence(old, evidence.records))
-    validate_report({**slower.report, "baseline": section})
+    section = build_changes(slower_evidence, Evidence(old, evidence.records))
+    validate_report({**slower_evidence.report, "baseline": section})
     assert section["changes"] == []
     assert "suite_version 0" in describe_baseline({"baseline": section})
 

@@ -21,8 +21,7 @@ LABELS = 'engine="0",model_name="test",'
 
 
 def evaluate_pico(folder, *arguments, gate):
-    """eval/run.py for pico, as short as it can be, judged by a gate's YAML; returns its exit
-    code."""
+    """Run eval/run.py for pico, as short as possible, with a gate in YAML; return the exit code."""
     path = folder.parent / "gate.yaml"
     path.write_text(gate)
     short = ("eval.repeats=1", "eval.warmup=1", f"output_dir={folder}", f"gate={path}")
@@ -31,8 +30,10 @@ def evaluate_pico(folder, *arguments, gate):
 
 @dataclass
 class Behaviour:
-    """What a server may do wrong. `dies_after`, `silent_after`, `malformed_after`: answers before
-    it closes its socket, answers no more, or answers with no completion.
+    """The faults of a server.
+
+    `dies_after`, `silent_after` and `malformed_after` are numbers of answers. After as many, the
+    server closes its socket, stops answering, or sends an answer without a completion.
     """
 
     version: str = "0.32.0"
@@ -46,8 +47,10 @@ class Behaviour:
 
 
 class PeerServer:
-    """`with PeerServer(...) as peer: peer.address`. A server of `engine` that drafts `k` tokens a
-    round with `proposer`, or none at all."""
+    """A server of `engine` that drafts `k` tokens a round with `proposer`, or nothing without it.
+
+    It runs inside `with PeerServer(...) as peer:`, at `peer.address`.
+    """
 
     def __init__(self, engine, target, proposer=None, k=0, *, model=None, behaviour=None):
         self.engine, self.k, self.model = engine, k, model or target.name
@@ -62,10 +65,10 @@ class PeerServer:
 
         class Handler(AnswerHandler):
             def do_GET(self):
-                peer.get(self)
+                peer.answer_get(self)
 
             def do_POST(self):
-                peer.post(self)
+                peer.answer_post(self)
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server.server_port}"
@@ -83,7 +86,7 @@ class PeerServer:
         self.server.shutdown()
         self.server.server_close()
 
-    def get(self, handler):
+    def answer_get(self, handler):
         if handler.path == "/metrics" and self.behaviour.metrics:
             average = (
                 f"sglang:spec_accept_length{{{LABELS}}} {self.length}\n"
@@ -93,12 +96,13 @@ class PeerServer:
             return handler.answer(counters(self.engine, self.k, self.generated, LABELS) + average)
         version, length = self.behaviour.version, self.target.max_length
         served = pages(self.engine, self.model, self.k, version=version, max_length=length)
-        found = handler.path in served
+        is_served = handler.path in served
         return handler.answer(
-            served[handler.path] if found else {"detail": "Not Found"}, 200 if found else 404
+            served[handler.path] if is_served else {"detail": "Not Found"},
+            200 if is_served else 404,
         )
 
-    def post(self, handler):
+    def answer_post(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         with self.lock:
             behaviour, number = self.behaviour, self.num_answers
@@ -123,10 +127,10 @@ class PeerServer:
                 generator=torch.Generator().manual_seed(parameters.get("seed", 0)),
             )
             self.generated += len(generated.token_ids) + behaviour.counts_of_others
-            answer = self.completion(generated)
+            answer = self.build_completion(generated)
         return handler.answer(answer)
 
-    def completion(self, generated):
+    def build_completion(self, generated):
         rounds = [entry for entry in generated.rounds if entry.drafted]
         accepted, num_drafted = (
             [entry.num_accepted for entry in rounds],

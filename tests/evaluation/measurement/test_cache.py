@@ -55,7 +55,7 @@ def test_a_finished_configuration_is_read_back_equal(tmp_path):
     assert other.load_result(other.compute_fingerprint(MAIN)) is None
 
 
-def test_a_tree_is_read_back_too(tmp_path):
+def test_a_configuration_with_a_tree_is_read_back_equal(tmp_path):
     tree = StaticTree((2, 1))
     records = [
         replace(record, configuration=Configuration(2, tree=tree.settings))
@@ -70,7 +70,7 @@ def test_a_tree_is_read_back_too(tmp_path):
     assert cache.load_result(fingerprint) == result
 
 
-def test_decoded_batches_are_read_back_without_one_that_was_cut(tmp_path):
+def test_decoded_batches_are_read_back_without_a_truncated_one(tmp_path):
     cache = MeasurementCache(tmp_path, IDENTITY)
     fingerprint = cache.compute_fingerprint(MAIN)
     assert cache.load_batches(fingerprint) == []
@@ -112,19 +112,19 @@ def test_without_a_folder_nothing_is_kept():
 def test_the_identity_names_target_draft_suite_and_machine(tmp_path):
     target = FrozenTarget.load("pico")
 
-    def identity(draft=None, **options):
+    def build_identity(draft=None, **options):
         return identify_draft(target, ngram_proposer(**options), SUITE, method="ngram", draft=draft)
 
-    assert identity() == identity(max=3) != identity(max=4)
+    assert build_identity() == build_identity(max=3) != build_identity(max=4)
     fingerprints = [
         MeasurementCache(None, own_identity).compute_fingerprint(MAIN)
-        for own_identity in (identity(), identity(max=4))
+        for own_identity in (build_identity(), build_identity(max=4))
     ]
     assert fingerprints[0] != fingerprints[1]
     (tmp_path / "weights").write_bytes(b"one")
-    before = identity(str(tmp_path))
+    before = build_identity(str(tmp_path))
     (tmp_path / "weights").write_bytes(b"two")  # the draft is trained again
-    assert identity() != before != identity(str(tmp_path))
+    assert build_identity() != before != build_identity(str(tmp_path))
 
 
 def test_the_fingerprint_changes_with_all_that_a_configuration_depends_on():
@@ -150,18 +150,20 @@ def test_the_fingerprint_changes_with_all_that_a_configuration_depends_on():
         for k in (3, 4)
     ]
     cache = MeasurementCache(None, IDENTITY)
-    found = [cache.compute_fingerprint(plan) for plan in [MAIN, *others]]
-    found.append(MeasurementCache(None, {"draft": "two"}).compute_fingerprint(MAIN))
-    assert len(set(found)) == len(found)
+    fingerprints = [cache.compute_fingerprint(plan) for plan in [MAIN, *others]]
+    fingerprints.append(MeasurementCache(None, {"draft": "two"}).compute_fingerprint(MAIN))
+    assert len(set(fingerprints)) == len(fingerprints)
     same_cache = MeasurementCache(None, dict(IDENTITY))
-    assert same_cache.compute_fingerprint(MeasurementPlan(settings, tuple(PROMPTS))) == found[0]
+    assert (
+        same_cache.compute_fingerprint(MeasurementPlan(settings, tuple(PROMPTS))) == fingerprints[0]
+    )
 
 
 def test_a_configuration_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):
-    def full_disk(source, destination):
+    def fail_on_full_disk(source, destination):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "replace", full_disk)
+    monkeypatch.setattr(files.os, "replace", fail_on_full_disk)
     cache = MeasurementCache(tmp_path, IDENTITY)
     with pytest.raises(ResourceError, match="No space left on device"):
         cache.save_result(cache.compute_fingerprint(MAIN), RESULT)

@@ -1,4 +1,4 @@
-"""Which configurations are measured."""
+"""The configurations that are measured."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,15 +28,15 @@ MAIN = MeasurementPlan(
 )
 
 
-def configurations(plans):
+def list_configurations(plans):
     return [plan.settings.configuration for plan in plans]
 
 
-def test_one_axis_at_a_time_around_the_main_configuration():
+def test_a_sweep_varies_one_axis_at_a_time_around_the_main_configuration():
     cut = [PROMPTS[0]]
     axes = SweepConfig(num_speculative_tokens=[1, 2, 3], temperature=[0, 1], batch_size=[1, 2])
     plans = plan_configurations(MAIN, axes, {64: cut, 32: cut})
-    assert configurations(plans) == [
+    assert list_configurations(plans) == [
         Configuration(2), Configuration(1), Configuration(3), Configuration(2, 1.0),
         Configuration(2, batch_size=2),
         Configuration(2, context_bucket="64"), Configuration(2, context_bucket="32"),
@@ -51,7 +51,7 @@ def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
     main = MeasurementPlan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
     trees = [TreeConfig(**tree.settings), TreeConfig(**other.settings)]
     axes = SweepConfig(num_speculative_tokens=[3], batch_size=[2], tree=trees)
-    assert configurations(plan_configurations(main, axes, {})) == [
+    assert list_configurations(plan_configurations(main, axes, {})) == [
         Configuration(3, tree=tree.settings),
         Configuration(3),
         Configuration(3, batch_size=2, tree=tree.settings),
@@ -59,25 +59,25 @@ def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
     ]
 
 
-def test_the_settings_beside_the_axis_stay():
+def test_a_sweep_keeps_the_settings_beside_its_axis():
     main = MeasurementPlan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
     assert plan_configurations(main, SweepConfig(temperature=[1.0]), {})[
         1
     ].settings.sampling == Sampling(1.0, 0.9, 5)
 
 
-def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
+def test_a_tree_whose_depth_is_not_its_number_of_speculative_tokens_is_refused():
     tree = StaticTree((2, 2))
     with refused("eval.num_speculative_tokens", 3):
         Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
 
 
-def test_a_batch_is_at_most_all_prompts():
+def test_a_batch_of_more_than_all_prompts_is_refused():
     with refused("eval.batch_size", "3 for 2 prompts"):
         MeasurementPlan(replace(MAIN.settings, batch_size=3), PROMPTS)
 
 
-def test_one_shape_is_compiled():
+def test_a_second_shape_is_refused_with_compile():
     main = MeasurementPlan(replace(MAIN.settings, compile=True), PROMPTS)
     with refused("eval.compile", "true with 2 prompts"):
         plan_configurations(main, SweepConfig(batch_size=[2]), {})
@@ -97,6 +97,6 @@ def test_a_quick_look_is_small_in_every_command(schema: type[Section], typed: di
     assert settings.described["quick"] is True
 
 
-def test_a_quick_look_at_an_engine_leaves_out_what_only_decoding_here_has():
+def test_a_quick_look_at_an_engine_does_not_set_the_sampling_draws():
     config = validate_recipe(EvalConfig, {"quick": True, "engine": "vllm"})
     assert (config.num_prompts, config.sampling_draws) == (8, None)

@@ -22,7 +22,7 @@ def eight_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def target_of(num_bytes: int) -> Any:
+def make_target(num_bytes: int) -> Any:
     return SimpleNamespace(model=SimpleNamespace(get_memory_footprint=lambda: num_bytes))
 
 
@@ -33,13 +33,15 @@ def target_of(num_bytes: int) -> Any:
 def test_a_target_gets_as_many_threads_as_its_weights_keep_busy(
     eight_threads: None, num_bytes: int, threads: int
 ):
-    fit_threads(target_of(num_bytes))
+    fit_threads(make_target(num_bytes))
     assert torch.get_num_threads() == threads
 
 
-def test_the_number_that_a_user_sets_stands(eight_threads: None, monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_threads_that_a_user_sets_stays(
+    eight_threads: None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    fit_threads(target_of(1))
+    fit_threads(make_target(1))
     assert torch.get_num_threads() == 8
 
 
@@ -51,7 +53,7 @@ def test_threads_spin_briefly_unless_a_user_says_otherwise(
     given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -59,9 +61,11 @@ def test_threads_spin_briefly_unless_a_user_says_otherwise(
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
-def test_a_vllm_that_loads_our_plugin_spins_as_it_did(monkeypatch: pytest.MonkeyPatch):
+def test_a_vllm_process_that_loads_our_plugin_keeps_its_own_spinning(
+    monkeypatch: pytest.MonkeyPatch,
+):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "vllm", sys)
     importlib.reload(specdistill)

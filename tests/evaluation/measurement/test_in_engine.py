@@ -38,7 +38,7 @@ def pico():
 
 
 @pytest.fixture
-def speculative(pico):
+def draft_server(pico):
     with ExitStack() as peers:
         yield lambda engine="vllm", **behaviour: peers.enter_context(
             PeerServer(engine, pico, ngram_proposer(), K, behaviour=Behaviour(**behaviour))
@@ -46,7 +46,7 @@ def speculative(pico):
 
 
 @pytest.fixture
-def plain(pico):
+def plain_server(pico):
     with ExitStack() as peers:
         yield lambda engine="vllm", **behaviour: peers.enter_context(
             PeerServer(engine, pico, behaviour=Behaviour(**behaviour))
@@ -55,7 +55,7 @@ def plain(pico):
 
 @pytest.fixture(scope="module")
 def expected(pico):
-    """The rows of our own harness over the same prompts."""
+    """The records and the rows of our own harness for the same prompts."""
     suite = load_suite("pico")
     prompts = tokenize(
         suite,
@@ -88,9 +88,9 @@ def evaluate(folder, *arguments, gate="- {metric: acceptance_length_vllm, min: 1
     ["vllm", pytest.param("sglang", marks=pytest.mark.long)],
 )
 def test_a_servers_report_holds_the_decoders_own_numbers(
-    engine, speculative, plain, expected, tmp_path
+    engine, draft_server, plain_server, expected, tmp_path
 ):
-    with_draft, without = speculative(engine), plain(engine)
+    with_draft, without = draft_server(engine), plain_server(engine)
     servers = (
         f"eval.engine={engine}",
         f"eval.server={with_draft.address}",
@@ -130,7 +130,7 @@ def test_a_servers_report_holds_the_decoders_own_numbers(
         sample.speculative.seconds + sample.baseline.seconds for sample in samples
     )
     assert report["quality"]["python_syntax"]["difference"] == 0
-    # What nobody can see from outside does not pass a gate.
+    # A number that a client cannot measure does not pass a gate.
     verdicts = {
         rule["metric"]: (rule["passed"], rule["reason"]) for rule in report["gate"]["rules"]
     }
@@ -140,8 +140,8 @@ def test_a_servers_report_holds_the_decoders_own_numbers(
     assert with_draft.num_answers == without.num_answers == NUM_PROMPTS + 1
 
 
-def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
-    peer = speculative(returns_tokens=False)
+def test_without_a_baseline_server_there_is_no_speedup(draft_server, tmp_path):
+    peer = draft_server(returns_tokens=False)
     peer.model = "pico"  # --served-model-name
     assert (
         evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}")
@@ -150,7 +150,7 @@ def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
     report, samples = read_report(tmp_path / "report")
     row = report["results"][0]
     assert "speedup" not in row
-    # a lookup does not draft in each of them
+    # A lookup does not draft in every round, and the server does not count rounds.
     assert "rounds" in row["not_measured"]["mean_acceptance_length"]
     assert (
         row["not_measured"].keys() >= {"speedup", "num_looping"}
@@ -161,8 +161,11 @@ def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
     assert samples[0].text
 
 
-def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_path):
-    servers = (f"eval.server={speculative().address}", f"eval.baseline_server={plain().address}")
+def test_sampled_texts_are_not_compared_token_for_token(draft_server, plain_server, tmp_path):
+    servers = (
+        f"eval.server={draft_server().address}",
+        f"eval.baseline_server={plain_server().address}",
+    )
     assert (
         evaluate(
             tmp_path / "report",
@@ -179,16 +182,19 @@ def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_
     assert any(sample.text != sample.baseline_text for sample in samples)
 
 
-def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
-    """The draft's server writes another text: it samples, whatever it is asked."""
-    with PeerServer("vllm", pico, ngram_proposer(), K) as wrong:
-        generate = wrong.decoder.generate
+def test_a_text_that_differs_is_shown_and_fails(pico, plain_server, tmp_path):
+    """The server with the draft writes another text, because it samples at every temperature."""
+    with PeerServer("vllm", pico, ngram_proposer(), K) as sampling_peer:
+        generate = sampling_peer.decoder.generate
 
-        def hot(*arguments, sampling, **options):
+        def generate_hot(*arguments, sampling, **options):
             return generate(*arguments, sampling=type(sampling)(temperature=2.0), **options)
 
-        wrong.decoder.generate = hot
-        servers = (f"eval.server={wrong.address}", f"eval.baseline_server={plain().address}")
+        sampling_peer.decoder.generate = generate_hot
+        servers = (
+            f"eval.server={sampling_peer.address}",
+            f"eval.baseline_server={plain_server().address}",
+        )
         gate = "- {metric: lossless.unexplained_divergences, equals: 0}\n"
         assert (
             evaluate(
@@ -218,13 +224,13 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
     ],
 )
 def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
-    speculative, plain, tmp_path, capsys, monkeypatch, behaviour, reason
+    draft_server, plain_server, tmp_path, capsys, monkeypatch, behaviour, reason
 ):
-    peer, baseline = speculative(**behaviour), plain()
+    peer, baseline = draft_server(**behaviour), plain_server()
     ask = Server.ask
 
-    def impatient(server, path, body=None, **options):
-        """Waits for a tenth of a second, not for `server_timeout`, when there will be no answer."""
+    def ask_with_short_timeout(server, path, body=None, **options):
+        """Wait for a tenth of a second, not for `server_timeout`, when no answer will come."""
         if (
             body
             and server.address == peer.address
@@ -234,7 +240,7 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
             server.timeout = 0.1
         return ask(server, path, body, **options)
 
-    monkeypatch.setattr(Server, "ask", impatient)
+    monkeypatch.setattr(Server, "ask", ask_with_short_timeout)
     servers = (
         f"eval.server={peer.address}",
         f"eval.baseline_server={baseline.address}",
@@ -254,8 +260,8 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     assert reason in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_server_that_dies_at_once_leaves_nothing(speculative, tmp_path, capsys):
-    peer = speculative(dies_after=0)
+def test_a_server_that_dies_at_once_leaves_nothing(draft_server, tmp_path, capsys):
+    peer = draft_server(dies_after=0)
     assert (
         evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}")
         == ExitCode.RESOURCE_ERROR
@@ -265,14 +271,23 @@ def test_a_server_that_dies_at_once_leaves_nothing(speculative, tmp_path, capsys
 
 
 def check_refused(capsys, folder, code, fact, *arguments):
-    """fact: the key of what the user got wrong, else what the error holds."""
+    """Check that an evaluation ends with `code` and writes no report.
+
+    `fact` is the key of a user's mistake, and a part of the message of any other error.
+    """
     assert (evaluate(folder, *arguments), folder.exists()) == (code, False)
     error = capsys.readouterr().err
     assert refused_key(error) == fact if code == ExitCode.USER_ERROR else fact in error, error
 
 
-def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys):
-    vllm, good, other = "eval.engine=vllm", f"eval.server={speculative().address}", plain().address
+def test_a_setting_or_a_server_that_does_not_fit_is_refused(
+    draft_server, plain_server, tmp_path, capsys
+):
+    vllm, good, other = (
+        "eval.engine=vllm",
+        f"eval.server={draft_server().address}",
+        plain_server().address,
+    )
     for key, *arguments in (
         ("method", "eval.engine=sglang"),
         ("eval.ngram.rule", vllm, "eval.ngram.rule=llama.cpp"),
@@ -304,21 +319,21 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
 
 
 def test_a_server_of_another_model_or_version_is_refused(
-    pico, speculative, plain, tmp_path, capsys
+    pico, draft_server, plain_server, tmp_path, capsys
 ):
-    folder, good = tmp_path / "report", f"eval.server={speculative().address}"
+    folder, good = tmp_path / "report", f"eval.server={draft_server().address}"
     with PeerServer("vllm", pico, ngram_proposer(), K, model="Qwen/Qwen3-8B") as other:
         check_refused(
             capsys, folder, 2, "eval.server", "eval.engine=vllm", f"eval.server={other.address}"
         )
-    newer = f"eval.baseline_server={plain(version='0.33.0').address}"
+    newer = f"eval.baseline_server={plain_server(version='0.33.0').address}"
     check_refused(capsys, folder, 2, "eval.baseline_server", "eval.engine=vllm", good, newer)
-    hidden = f"eval.server={speculative('sglang', metrics=False).address}"
+    hidden = f"eval.server={draft_server('sglang', metrics=False).address}"
     check_refused(capsys, folder, 3, "--enable-metrics", "eval.engine=sglang", hidden)
 
 
-def test_a_server_that_serves_others_meanwhile_is_noticed(speculative, tmp_path, capsys):
-    peer = speculative(counts_of_others=2)
+def test_a_server_that_serves_others_meanwhile_is_noticed(draft_server, tmp_path, capsys):
+    peer = draft_server(counts_of_others=2)
     check_refused(
         capsys,
         tmp_path / "report",

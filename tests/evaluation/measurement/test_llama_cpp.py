@@ -27,7 +27,7 @@ LOOKUP = "eval.lookup_first={method: ngram, min: 2, max: 2, draft_tokens: 1}"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A head, and pico as a GGUF file."""
+    """The folder of a head, and pico as a GGUF file."""
     folder = tmp_path_factory.mktemp("files")
     save_head(
         "eagle3",
@@ -39,32 +39,34 @@ def files(tmp_path_factory):
 
 def evaluate(folder, files, *arguments, lone=False):
     draft, target = files
-    given = [
+    settings = [
         f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'llama.cpp'])}",
         "eval.engine=llama.cpp",
     ]
-    given += [
+    settings += [
         "eval.max_new_tokens=12",
         "eval.num_prompts=4",
         f"eval.llama_cpp.model={target}",
         "eval.num_speculative_tokens=3",
     ]
-    given += (
+    settings += (
         ["method=ngram", "eval.ngram.rule=llama.cpp"]
         if lone
         else ["method=eagle3", f"draft={draft}"]
     )
     return evaluate_pico(
-        folder, *given, *arguments, gate="- {metric: acceptance_length_vllm, min: 1.0}\n"
+        folder, *settings, *arguments, gate="- {metric: acceptance_length_vllm, min: 1.0}\n"
     )
 
 
 @pytest.mark.parametrize("lone", [False, True])
-def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
+def test_the_server_of_llama_cpp_is_started_and_its_drafts_are_counted(
+    lone, files, tmp_path, monkeypatch
+):
     monkeypatch.setattr(start, "GRACE_SECONDS", 0.2)
-    own = ["ctx_size=2048", "threads=2", "cache_type_k=f32", "device=none"]
-    own += [] if lone else [f"model_draft={files[1]}", "spec_draft_ngl=0"]
-    keys = [f"eval.llama_cpp.{option}" for option in own]
+    options = ["ctx_size=2048", "threads=2", "cache_type_k=f32", "device=none"]
+    options += [] if lone else [f"model_draft={files[1]}", "spec_draft_ngl=0"]
+    keys = [f"eval.llama_cpp.{option}" for option in options]
     assert (
         evaluate(
             tmp_path / "report",
@@ -153,7 +155,9 @@ def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
         ("eval.ngram.max", True, ["eval.ngram.max=3", "eval.sweep.num_speculative_tokens=[2]"]),
     ],
 )
-def test_what_llama_cpp_cannot_do_is_refused(key, lone, arguments, files, tmp_path, capsys):
+def test_settings_that_llama_cpp_cannot_serve_are_refused(
+    key, lone, arguments, files, tmp_path, capsys
+):
     assert evaluate(tmp_path / "report", files, *arguments, lone=lone) == ExitCode.USER_ERROR
     error = capsys.readouterr().err
     assert (refused_key(error) or "").startswith(key), error
@@ -169,15 +173,15 @@ def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
         json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"],
     )
 
-    class Other:
+    class OtherVocabulary:
         def get_vocab(self):
             return {token: (index + 7) % len(tokenizer) for token, index in tokenizer.items()}
 
     with refused("eval.llama_cpp.model", holds="another vocabulary"):
-        find_target_file(LlamaCppConfig(model=str(files[1])), target, Other())
+        find_target_file(LlamaCppConfig(model=str(files[1])), target, OtherVocabulary())
     (tmp_path / "t.gguf").write_bytes(b"GGUF")
     with refused("eval.llama_cpp.model", holds="t.gguf"):
-        find_target_file(LlamaCppConfig(model=str(tmp_path / "t.gguf")), target, Other())
+        find_target_file(LlamaCppConfig(model=str(tmp_path / "t.gguf")), target, OtherVocabulary())
     writer = gguf.GGUFWriter(tmp_path / "new.gguf", "llama")
     writer.add_token_list([*tokenizer])
     writer.add_file_type(9999)
@@ -189,4 +193,6 @@ def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
     ):
         write()
     with refused("eval.llama_cpp.model", holds="9999"):
-        find_target_file(LlamaCppConfig(model=str(tmp_path / "new.gguf")), target, Other())
+        find_target_file(
+            LlamaCppConfig(model=str(tmp_path / "new.gguf")), target, OtherVocabulary()
+        )

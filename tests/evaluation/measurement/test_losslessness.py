@@ -30,20 +30,20 @@ OTHER = Prompt("q", "c", "text", (5, 5, 5))
 SAMPLED = Settings(2, 8, sampling=Sampling(1.0))
 
 
-def generation(tokens: tuple[int, ...]) -> Generation:
+def make_generation(tokens: tuple[int, ...]) -> Generation:
     return Generation(
         PROMPT.token_ids, tokens, (Round((), 0, tokens[1:], 0.0, 0.0),), 0.0, 0.0, False
     )
 
 
-def compared(
+def compare_texts(
     target: Any, pairs: list[tuple[Prompt, Generation, tuple[int, ...]]]
 ) -> dict[str, Any]:
     return summarize_greedy([find_divergence(target, *pair) for pair in pairs])
 
 
 def test_equal_texts_are_identical():
-    found = compared(tiny_target(), [(PROMPT, generation((1, 2, 3)), (1, 2, 3))] * 2)
+    found = compare_texts(tiny_target(), [(PROMPT, make_generation((1, 2, 3)), (1, 2, 3))] * 2)
     assert found["greedy_identical"]
     assert (found["prompts_checked"], found["divergences"], found["first_divergence"]) == (
         2,
@@ -53,9 +53,12 @@ def test_equal_texts_are_identical():
 
 
 def test_the_first_divergence_is_named():
-    found = compared(
+    found = compare_texts(
         tiny_target(),
-        [(OTHER, generation((1, 2)), (1, 2)), (PROMPT, generation((1, 2, 3)), (1, 2, 4, 5))],
+        [
+            (OTHER, make_generation((1, 2)), (1, 2)),
+            (PROMPT, make_generation((1, 2, 3)), (1, 2, 4, 5)),
+        ],
     )
     first = found["first_divergence"]
     assert not found["greedy_identical"]
@@ -70,7 +73,7 @@ def test_the_first_divergence_is_named():
 
 
 def test_a_text_that_ends_early_diverges_where_it_ends():
-    found = compared(twins(), [(PROMPT, generation((1, 2)), (1, 2, 4))])
+    found = compare_texts(twins(), [(PROMPT, make_generation((1, 2)), (1, 2, 4))])
     assert found["first_divergence"]["position"] == 2
     assert found["first_divergence"]["speculative_token"] is None
     assert found["unexplained_divergences"] == 1
@@ -91,9 +94,11 @@ def test_a_near_tie_is_at_most_four_roundings_of_the_best_logit(
         "compute_logits",
         lambda target, ids, num_last: read.append(ids) or torch.stack([-logits_V, logits_V]),
     )
-    found = compared(SimpleNamespace(dtype=dtype), [(PROMPT, generation((1, 2)), (1, 1, 0))])
+    found = compare_texts(
+        SimpleNamespace(dtype=dtype), [(PROMPT, make_generation((1, 2)), (1, 1, 0))]
+    )
     assert (found["near_ties"], found["unexplained_divergences"]) == (near_ties, 1 - near_ties)
-    assert read == [[*PROMPT.token_ids, 1]]  # what both completions began with
+    assert read == [[*PROMPT.token_ids, 1]]  # both completions begin with token 1
 
 
 def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
@@ -113,8 +118,8 @@ def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
     )
 
 
-def peaked(seed: int) -> FrozenTarget:
-    """Eight tokens with clear top-1 tokens, so that few draws tell distributions apart."""
+def make_peaked_target(seed: int) -> FrozenTarget:
+    """Return a target of eight tokens with clear favourites, so that few draws tell them apart."""
     model = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
     model.lm_head.weight.data *= 2.5
     return FrozenTarget(model, tiny_tokenizer(), name="peaked")
@@ -126,24 +131,24 @@ DYNAMIC = DynamicTree(budget=3, depth=2, top_k=2)
 @pytest.mark.parametrize(
     ("draft", "k", "tree"),
     [
-        pytest.param(ModelProposer(peaked(3).model), 1, None, id="drawn"),
+        pytest.param(ModelProposer(make_peaked_target(3).model), 1, None, id="drawn"),
         # two seconds each
         pytest.param(
-            DraftModelProposer(peaked(3).model),
+            DraftModelProposer(make_peaked_target(3).model),
             2,
             DYNAMIC,
             id="dynamic tree",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            ModelProposer(peaked(0).model, one_hot=True),
+            ModelProposer(make_peaked_target(0).model, one_hot=True),
             1,
             None,
             id="one-hot",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            DraftModelProposer(peaked(3).model),
+            DraftModelProposer(make_peaked_target(3).model),
             2,
             StaticTree((2, 1)),
             id="static tree",
@@ -154,18 +159,20 @@ DYNAMIC = DynamicTree(budget=3, depth=2, top_k=2)
 def test_sampling_is_lossless_and_the_wrong_rule_is_caught(draft, k, tree):
     prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), OTHER]
     found = run_sampling_test(
-        peaked(0), draft, prompts, Settings(k, 8, seed=1, tree=tree), num_draws=120
+        make_peaked_target(0), draft, prompts, Settings(k, 8, seed=1, tree=tree), num_draws=120
     )
     assert found["p_value"] > 0.01
     assert found["negative_control_p_value"] < 0.01
 
 
-def test_too_few_draws_are_said_to_be_too_few():
+def test_too_few_draws_give_a_reason_and_no_result():
     assert "2 draws" in run_sampling_test(
-        peaked(0), ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=2
+        make_peaked_target(0), ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=2
     )
     assert (
-        run_sampling_test(peaked(0), ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=0)
+        run_sampling_test(
+            make_peaked_target(0), ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=0
+        )
         == "eval.sampling_draws is 0"
     )
 
@@ -176,29 +183,34 @@ def test_too_few_draws_are_said_to_be_too_few():
     [(0, 50), (288, 72), pytest.param(100_000, 400, marks=pytest.mark.long)],
 )
 def test_a_short_measurement_is_followed_by_a_short_test(num_tokens, num_draws):
-    draft = ModelProposer(peaked(0).model, one_hot=True)
+    draft = ModelProposer(make_peaked_target(0).model, one_hot=True)
     found = run_sampling_test(
-        peaked(0), draft, [PROMPT], Settings(1, 8, seed=1), num_draws=None, num_tokens=num_tokens
+        make_peaked_target(0),
+        draft,
+        [PROMPT],
+        Settings(1, 8, seed=1),
+        num_draws=None,
+        num_tokens=num_tokens,
     )
     assert found["num_draws"] == num_draws
     assert found["negative_control_p_value"] <= 0.01 < found["p_value"]
 
 
 def test_a_short_test_that_misses_the_wrong_rule_becomes_a_long_one(monkeypatch):
-    # a control that cannot be found
+    # The control verifies correctly, so that no test can find it.
     monkeypatch.setattr(losslessness, "verify_with_wrong_residual", losslessness.verify_sampled)
     monkeypatch.setattr(losslessness, "MAX_DRAWS", 80)
-    draft = ModelProposer(peaked(0).model, one_hot=True)
+    draft = ModelProposer(make_peaked_target(0).model, one_hot=True)
     assert (
-        run_sampling_test(peaked(0), draft, [PROMPT], Settings(1, 8, seed=1), num_draws=None)[
-            "num_draws"
-        ]
+        run_sampling_test(
+            make_peaked_target(0), draft, [PROMPT], Settings(1, 8, seed=1), num_draws=None
+        )["num_draws"]
         == 80
     )
 
 
-def test_nothing_is_drawn_where_no_outcome_is_frequent(monkeypatch):
-    """A random target of many tokens: each of its pairs is rarer than one in a hundred."""
+def test_a_target_without_frequent_outcomes_gives_a_reason_and_no_result(monkeypatch):
+    """The target is random with many tokens: every pair of them is rarer than one in a hundred."""
     target = FrozenTarget(tiny_target_model(num_layers=1), tiny_tokenizer(), name="flat")
     target.lm_head.weight.data *= 0.01
     monkeypatch.setattr(losslessness, "run_chi_square_test", None)
@@ -207,13 +219,17 @@ def test_nothing_is_drawn_where_no_outcome_is_frequent(monkeypatch):
 
 
 def test_greedy_settings_are_tested_at_temperature_1_with_the_runs_seed():
-    def test(**settings):
+    def run_test(**settings):
         return run_sampling_test(
-            peaked(0), ngram_proposer(), [PROMPT], Settings(1, 8, **settings), num_draws=40
+            make_peaked_target(0),
+            ngram_proposer(),
+            [PROMPT],
+            Settings(1, 8, **settings),
+            num_draws=40,
         )
 
-    sampled = test(sampling=Sampling(1.0), seed=1)
-    assert test(seed=1) == sampled != test(seed=2)
+    sampled = run_test(sampling=Sampling(1.0), seed=1)
+    assert run_test(seed=1) == sampled != run_test(seed=2)
 
 
 def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():

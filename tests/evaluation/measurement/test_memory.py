@@ -1,4 +1,4 @@
-"""What generation takes of the memory: an estimate that holds, batches that fit, no float32 logits
+"""The memory that generation takes: an estimate that holds, batches that fit, no float32 logits
 of all rows, a heap that shrinks."""
 
 import ctypes
@@ -36,20 +36,20 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 
 
-class Largest(TorchDispatchMode):
-    """Records the bytes of the largest floating-point tensor that an operation makes."""
+class LargestTensorMode(TorchDispatchMode):
+    """A dispatch mode that records the bytes of the largest floating-point tensor."""
 
     num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(made):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(outputs):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.num_bytes = max(self.num_bytes, tensor.nbytes)
-        return made
+        return outputs
 
 
-def draw(logits_BV: Tensor) -> list[int]:
+def draw_tokens(logits_BV: Tensor) -> list[int]:
     temperatures = torch.tensor([0.0, 0.7, 1.0]).repeat(len(logits_BV))[: len(logits_BV)]
     return sample(logits_BV, temperatures, torch.Generator().manual_seed(3)).tolist()
 
@@ -58,10 +58,10 @@ def test_tokens_are_drawn_a_few_rows_at_a_time_and_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits_BV = torch.randn(64, 500, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    together = draw(logits_BV)
+    together = draw_tokens(logits_BV)
     monkeypatch.setattr(batch_generate, "SAMPLING_BYTES", 5 * 4 * 500, raising=False)
-    with Largest() as largest:
-        assert draw(logits_BV) == together
+    with LargestTensorMode() as largest:
+        assert draw_tokens(logits_BV) == together
     assert largest.num_bytes <= 5 * 4 * 500
 
 
@@ -70,11 +70,11 @@ def test_the_loss_of_a_large_vocabulary_holds_no_gigabytes() -> None:
     """The logits of 2,048 rows at 4 positions would be 4.3 GB in bfloat16. Nothing is computed:
     tensors have no content."""
     size, hidden = 2**18, 4
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), Largest() as largest:
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), LargestTensorMode() as largest:
         rows_KRH = torch.randn(4, 2048, hidden, requires_grad=True)
         probs = torch.full((1, size), 1 / size)
 
-        def loss_of(logits_rW: Tensor, _: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        def compute_loss(logits_rW: Tensor, _: Tensor, k: int) -> tuple[Tensor, Tensor]:
             losses_r = -(probs * logits_rW.float().log_softmax(-1)).sum(-1)
             return losses_r, losses_r.detach().unsqueeze(0)
 
@@ -83,7 +83,7 @@ def test_the_loss_of_a_large_vocabulary_holds_no_gigabytes() -> None:
             torch.ones(4, 2048),
             LogitsHead(nn.Linear(hidden, size, bias=False)),
             lambda rows: probs,
-            loss_of,
+            compute_loss,
         )
         total.backward()
     assert largest.num_bytes <= 512 * 2**20
@@ -91,9 +91,11 @@ def test_the_loss_of_a_large_vocabulary_holds_no_gigabytes() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's record of a process's peak")
 def test_generation_with_a_large_vocabulary_takes_what_was_estimated() -> None:
-    """32 rows of a vocabulary of 131,072, whose head has 17 MB. A copy of it for each row would
-    take 537 MB."""
-    # as a target's weights are
+    """The 32 rows have a vocabulary of 131,072, whose head takes 17 MB.
+
+    A copy of the head for each row would take 537 MB.
+    """
+    # The weights of a target need no gradients.
     model = tiny_target_model(num_layers=1, vocab_size=2**17).requires_grad_(False)
     prompts = [[1, 2, 3]] * 32
     with prepare_generation(model, torch.bfloat16) as prepared:
@@ -101,16 +103,16 @@ def test_generation_with_a_large_vocabulary_takes_what_was_estimated() -> None:
             prepared, prompts[:2], [0.0, 0.8], max_new_tokens=2, end_ids=[], seed=0, num_parts=1
         )
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-        before = memory_bytes("VmHWM")
+        before = read_memory_bytes("VmHWM")
         generate_batch(
             prepared, prompts, [0.0, 0.8] * 16, max_new_tokens=2, end_ids=[], seed=0, num_parts=1
         )
-        taken = memory_bytes("VmHWM") - before
+        taken = read_memory_bytes("VmHWM") - before
     assert taken < 32 * estimate_row_bytes(model, 5) + batch_generate.SAMPLING_BYTES * 3
 
 
-def memory_bytes(name: str) -> int:
-    """A figure of this process, as the kernel counts it: VmHWM is the peak of what is in memory."""
+def read_memory_bytes(name: str) -> int:
+    """Return the kernel's figure for this process; VmHWM is its peak of resident memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
@@ -176,9 +178,11 @@ def test_large_tensors_are_mapped_by_themselves_where_the_vocabulary_is_large() 
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = Mallinfo
 
-    def mapped_bytes() -> int:
-        """How many bytes 64 new tensors of 8 MiB add to what is mapped; free parts of the heap hold
-        a few of them."""
+    def measure_mapped_bytes() -> int:
+        """Return how many mapped bytes 64 new tensors of 8 MiB add.
+
+        Free parts of the heap hold a few of them.
+        """
         before = libc.mallinfo2().hblkhd
         tensors = [torch.empty(2**21) for _ in range(64)]
         added = libc.mallinfo2().hblkhd - before
@@ -187,9 +191,9 @@ def test_large_tensors_are_mapped_by_themselves_where_the_vocabulary_is_large() 
 
     for _ in range(3):
         torch.empty(2**22 + 2**21)  # 24 MiB, after which glibc takes what is smaller from the heap
-    # first: the others leave free parts in the heap, which would be taken
+    # This must come first: the other cases leave free parts in the heap, which it would use.
     with map_large_tensors(LARGE_VOCABULARY):
-        assert mapped_bytes() >= 32 * 2**23
-    assert mapped_bytes() == 0
+        assert measure_mapped_bytes() >= 32 * 2**23
+    assert measure_mapped_bytes() == 0
     with map_large_tensors(LARGE_VOCABULARY - 1):
-        assert mapped_bytes() == 0
+        assert measure_mapped_bytes() == 0

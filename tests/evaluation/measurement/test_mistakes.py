@@ -31,19 +31,23 @@ Patch = pytest.MonkeyPatch
 Mistake = Callable[[FrozenTarget, Patch], None]
 
 
-def model(seed: int) -> Any:
-    """Eight tokens with clear top-1 tokens, so that few draws tell distributions apart; none ends a
-    completion."""
-    one = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
-    one.generation_config.eos_token_id = []
-    one.lm_head.weight.data *= 2
-    return one
+def build_model(seed: int) -> Any:
+    """Return a model of eight tokens with clear favourites, none of which ends a completion.
+
+    Few draws tell the distributions of such models apart.
+    """
+    model = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
+    model.generation_config.eos_token_id = []
+    model.lm_head.weight.data *= 2
+    return model
 
 
-def failed_rules(make_mistake: Callable[[FrozenTarget], None], num_draws: int) -> list[str]:
-    """The rules on losslessness, of the gate that any draft must pass, that a measurement with the
-    mistake fails."""
-    target, draft = FrozenTarget(model(0), tiny_tokenizer(), name="eight"), ModelProposer(model(3))
+def list_failed_rules(make_mistake: Callable[[FrozenTarget], None], num_draws: int) -> list[str]:
+    """Return the default gate's rules on losslessness that a measurement with the mistake fails."""
+    target, draft = (
+        FrozenTarget(build_model(0), tiny_tokenizer(), name="eight"),
+        ModelProposer(build_model(3)),
+    )
     make_mistake(target)
     settings = Settings(2, 16, sampling=Sampling(TEMPERATURE), repeats=1, warmup=0)
     lossless = summarize_greedy(
@@ -58,36 +62,36 @@ def failed_rules(make_mistake: Callable[[FrozenTarget], None], num_draws: int) -
     return [rule["metric"].rpartition(".")[2] for rule in found if not rule["passed"]]
 
 
-def changed_logits(change: Callable[[Tensor], Tensor]) -> Mistake:
-    def make(target: FrozenTarget, patch: Patch) -> None:
-        right = target.logits
-        patch.setattr(target, "logits", lambda hidden: change(right(hidden)))
+def change_logits(change: Callable[[Tensor], Tensor]) -> Mistake:
+    def patch_logits(target: FrozenTarget, patch: Patch) -> None:
+        original = target.logits
+        patch.setattr(target, "logits", lambda hidden: change(original(hidden)))
 
-    return make
+    return patch_logits
 
 
-def ignored_temperature(_target: FrozenTarget, patch: Patch) -> None:
+def ignore_temperature(_target: FrozenTarget, patch: Patch) -> None:
     patch.setattr(
         Sampling, "compute_probabilities", lambda sampling, logits: logits.float().softmax(-1)
     )
 
 
-def residual_not_taken(_target: FrozenTarget, patch: Patch) -> None:
-    """What follows a rejection is drawn from the target's distribution."""
-    right = verify.verify_sampled_chain
+def skip_residual(_target: FrozenTarget, patch: Patch) -> None:
+    """Draw the token after a rejected one from the target's distribution, not from the residual."""
+    original = verify.verify_sampled_chain
 
-    def rejection(
+    def verify_without_residual(
         tokens: Tensor, target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        num_accepted, _ = right(tokens, target_probs, draft_probs, uniforms)
+        num_accepted, _ = original(tokens, target_probs, draft_probs, uniforms)
         rows = torch.arange(len(tokens))
         return num_accepted, draw_tokens(target_probs[rows, num_accepted], uniforms[:, -1])
 
-    patch.setattr(verify, "verify_sampled_chain", rejection)
+    patch.setattr(verify, "verify_sampled_chain", verify_without_residual)
 
 
-def stale_entry(_target: FrozenTarget, patch: Patch) -> None:
-    """One rejected token stays in the KV cache."""
+def keep_stale_entry(_target: FrozenTarget, patch: Patch) -> None:
+    """Leave one rejected token in the KV cache."""
     crop = DynamicCache.crop
     patch.setattr(
         DynamicCache, "crop", lambda cache, length: crop(cache, length + 1) if length < -1 else None
@@ -95,20 +99,20 @@ def stale_entry(_target: FrozenTarget, patch: Patch) -> None:
 
 
 MISTAKES: dict[str, tuple[Mistake, str]] = {
-    "a scale of the logits": (changed_logits(lambda logits: 2 * logits), "p_value"),
-    "a soft cap": (changed_logits(lambda logits: 2 * torch.tanh(logits / 2)), "p_value"),
+    "a scale of the logits": (change_logits(lambda logits: 2 * logits), "p_value"),
+    "a soft cap": (change_logits(lambda logits: 2 * torch.tanh(logits / 2)), "p_value"),
     "a bias of the head": (
-        changed_logits(lambda logits: logits + torch.arange(8) / 4),
+        change_logits(lambda logits: logits + torch.arange(8) / 4),
         "unexplained_divergences",
     ),
-    "temperature": (ignored_temperature, "p_value"),
-    "residual": (residual_not_taken, "p_value"),
-    "stale entry": (stale_entry, "unexplained_divergences"),
+    "temperature": (ignore_temperature, "p_value"),
+    "residual": (skip_residual, "p_value"),
+    "stale entry": (keep_stale_entry, "unexplained_divergences"),
 }
 
 
 def test_without_a_mistake_every_rule_holds() -> None:
-    assert failed_rules(lambda target: None, num_draws=100) == []
+    assert list_failed_rules(lambda target: None, num_draws=100) == []
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,8 @@ def test_without_a_mistake_every_rule_holds() -> None:
         pytest.param("temperature", 160, marks=pytest.mark.long),
     ],
 )
-def test_a_mistake_is_noticed(name: str, num_draws: int, monkeypatch: Patch) -> None:
+def test_a_mistake_fails_a_rule_on_losslessness(
+    name: str, num_draws: int, monkeypatch: Patch
+) -> None:
     mistake, shows_in = MISTAKES[name]
-    assert shows_in in failed_rules(lambda target: mistake(target, monkeypatch), num_draws)
+    assert shows_in in list_failed_rules(lambda target: mistake(target, monkeypatch), num_draws)

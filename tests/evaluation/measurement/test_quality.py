@@ -64,7 +64,7 @@ def test_the_marked_or_the_last_number_is_the_answer(text, reference, right):
         ("(" * 3000 + "\n1\n", False),
     ],
 )
-def test_python_may_break_off_and_may_not_be_wrong(source, good):
+def test_unfinished_python_passes_and_wrong_python_fails(source, good):
     assert is_python_so_far(source) == good
 
 
@@ -83,7 +83,7 @@ def test_the_metrics_load_by_path_and_say_each_outcome(name, predictions, refere
     }
 
 
-def test_a_paired_difference_and_its_test():
+def test_a_paired_difference_has_an_interval_and_a_p_value():
     ours, theirs = [True] * 30 + [False] * 10 + [True] * 8, [True] * 30 + [True] * 10 + [False] * 8
     found = compare_shares(ours, theirs, [str(number) for number in range(len(ours))], seed=0)
     assert (found["with_draft"], found["without_draft"]) == (38 / 48, 40 / 48)
@@ -93,7 +93,7 @@ def test_a_paired_difference_and_its_test():
     # The normal interval of a mean of 18 signs and 30 zeros.
     half = 1.96 * np.std([1] * 8 + [-1] * 10 + [0] * 30) / np.sqrt(48)
     assert found["difference_ci95"] == pytest.approx([-2 / 48 - half, -2 / 48 + half], abs=0.03)
-    # of conversations
+    # The four turns of a conversation count as one unit.
     turns = compare_shares(
         ours * 4, theirs * 4, [str(number) for number in range(len(ours))] * 4, seed=0
     )
@@ -104,16 +104,17 @@ def test_a_paired_difference_and_its_test():
 
 
 @pytest.fixture
-def scored():
-    """Records of a suite whose prompts have a right answer: with the draft `num_right` are right,
-    without it all are."""
+def scored_evidence():
+    """A function that builds evidence on 20 prompts with right answers: `num_right` of the answers
+    with the draft are right, and all of those without it."""
 
-    def make(num_right):
+    def build_evidence(num_right):
         records = simulate(20)
         suite = replace(
             SUITE,
             rows=tuple(
-                SuiteRow(one.id, one.category, "messages", [], reference="42") for one in records
+                SuiteRow(record.id, record.category, "messages", [], reference="42")
+                for record in records
             ),
         )
         records = [
@@ -129,15 +130,15 @@ def scored():
         validate_report(report)
         return Evidence(report, records)
 
-    return make
+    return build_evidence
 
 
-def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored):
+def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored_evidence):
     rule = Rule("quality.exact_match.difference", "min", -0.1)
-    whole = scored(20)
+    whole = scored_evidence(20)
     assert whole.report["quality"]["exact_match"]["with_draft"] == 1.0
     assert decide([rule], whole)["passed"]
-    close = scored(18)  # -0.1 itself, and its interval reaches further
+    close = scored_evidence(18)  # -0.1 itself, and its interval reaches further
     (judged,) = decide([rule], close)["rules"]
     assert (judged["value"], judged["passed"]) == (pytest.approx(-0.1), False)
     assert judged["ci95"][0] < -0.1
@@ -149,13 +150,13 @@ def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored):
         and "95%" in judged["reason"]
     )
     assert not [finding for finding in whole.report["findings"] if finding["name"] == "quality"]
-    worse = scored(8)
+    worse = scored_evidence(8)
     assert worse.report["quality"]["exact_match"]["p_value"] < 0.001
     (found,) = [finding for finding in worse.report["findings"] if finding["name"] == "quality"]
     assert "40.0% with the draft and 100.0% without it, by exact_match" in found["message"]
 
 
-def test_suites_say_what_their_texts_are_scored_by(tmp_path):
+def test_a_suite_names_its_quality_metric_and_its_references(tmp_path):
     assert load_suite("pico").quality == "python_syntax"
     (tmp_path / "mine.jsonl").write_text(
         '{"prompt": "2 + 2 =", "reference": "4"}\n{"prompt": "def f():"}\n'

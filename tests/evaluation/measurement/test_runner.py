@@ -55,34 +55,36 @@ def runs(target, proposer, simulated_clock):
     return measure(target, proposer, PROMPTS, SETTINGS)
 
 
-def stalled(
+def make_stalling(
     function: Callable[..., object], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., object]:
-    """The function, during whose `call`th call half a second passes on a clock that advances by a
-    millisecond whenever it is read."""
+    """Return the function with a stall of half a second in its `call`th call.
+
+    The clock is simulated: it advances by a millisecond whenever it is read.
+    """
     seconds, calls = 0.0, 0
 
-    def read() -> float:
+    def read_clock() -> float:
         nonlocal seconds
         seconds += 1e-3
         return seconds
 
-    def stalling(*arguments: object) -> object:
+    def call_with_stall(*arguments: object) -> object:
         nonlocal seconds, calls
         calls += 1
         seconds += 0.5 * (calls == call)
         return function(*arguments)
 
-    monkeypatch.setattr(time, "perf_counter", read)
-    return stalling
+    monkeypatch.setattr(time, "perf_counter", read_clock)
+    return call_with_stall
 
 
 def test_a_prompt_with_a_stalled_round_is_decoded_again(target, monkeypatch, capsys):
-    """In the second prompt's second round: it has a repetition more, and no trace of the stall in
-    its times."""
+    """The second round of the second prompt stalls: the prompt gets one more repetition, and its
+    times show no trace of the stall."""
     proposer = ModelProposer(tiny_target(seed=0).model)
     monkeypatch.setattr(
-        proposer, "propose", stalled(proposer.propose, NUM_ROUNDS_A_PROMPT + 2, monkeypatch)
+        proposer, "propose", make_stalling(proposer.propose, NUM_ROUNDS_A_PROMPT + 2, monkeypatch)
     )
     runs = measure(target, proposer, PROMPTS, replace(SETTINGS, warmup=0))
     assert (
@@ -100,11 +102,13 @@ def test_a_prompt_with_a_stalled_round_is_decoded_again(target, monkeypatch, cap
     assert max(run.seconds for run in runs[1].speculative) > 0.5
 
 
-def test_a_stall_in_the_library_s_generate_is_found_alike(target, proposer, monkeypatch):
-    """Its steps are timed one by one, as rounds are: its speed is compared with that of plain
-    decoding."""
-    # in the second prompt
-    put = stalled(reference._Clock.put, SETTINGS.max_new_tokens + 5, monkeypatch)
+def test_a_stall_in_generate_of_transformers_is_found_too(target, proposer, monkeypatch):
+    """The steps of generate() are timed one by one, as rounds are.
+
+    Its speed is compared with that of plain decoding.
+    """
+    # The stall is in the second prompt.
+    put = make_stalling(reference._Clock.put, SETTINGS.max_new_tokens + 5, monkeypatch)
     monkeypatch.setattr(reference._Clock, "put", lambda clock, value: put(clock, value))
     runs = measure(target, proposer, PROMPTS, replace(SETTINGS, warmup=0))
     assert (
@@ -125,11 +129,11 @@ def test_the_order_alternates_over_prompts_and_repetitions(
     order = []
     generate = Decoder.generate_all
 
-    def watched(decoder, prompts, **options):
+    def record_order(decoder, prompts, **options):
         order.append((prompts[0][0] - 20, decoder.proposer is not None))
         return generate(decoder, prompts, **options)
 
-    monkeypatch.setattr(Decoder, "generate_all", watched)
+    monkeypatch.setattr(Decoder, "generate_all", record_order)
     measure(
         target,
         proposer,
@@ -177,7 +181,7 @@ def test_the_draft_vocabulary_covers_tokens_of_the_plain_completion(target, runs
     assert record.num_in_draft_vocabulary == 2
 
 
-def test_the_library_generates_as_many_sampled_tokens_as_plain_decoding_did(target, runs):
+def test_transformers_generates_as_many_sampled_tokens_as_plain_decoding(target, runs):
     plain, (batch, *_) = (
         [replace(runs[0].baseline[0], token_ids=(1, 2, 3))],
         split_into_batches(PROMPTS, 1),
@@ -202,20 +206,22 @@ def test_greedy_completions_are_compared_with_those_that_were_timed(
     assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
 
 
-def test_what_was_not_timed_is_generated(target, proposer, runs):
+def test_a_completion_that_was_not_timed_is_generated(target, proposer, runs):
     untimed = [replace(run, hf_generate=[]) if run.prompt.id == "p1" else run for run in runs]
     assert list(generate_pairs(target, proposer, untimed, SETTINGS)) == list(
         generate_pairs(target, proposer, runs, SETTINGS)
     )
 
 
-def test_drafts_that_are_compared_share_what_was_generated(target, proposer, runs, monkeypatch):
+def test_compared_drafts_share_the_generated_references(target, proposer, runs, monkeypatch):
     untimed, generated = [replace(run, hf_generate=[]) for run in runs], []
-    own = losslessness.reference.generate_reference
+    generate_reference = losslessness.reference.generate_reference
     monkeypatch.setattr(
         losslessness.reference,
         "generate_reference",
-        lambda *given, **limits: generated.append(given) or own(*given, **limits),
+        lambda *arguments, **limits: (
+            generated.append(arguments) or generate_reference(*arguments, **limits)
+        ),
     )
     generate = generate_greedily(target, SETTINGS)
     first, second = (check_greedy(target, proposer, untimed, SETTINGS, generate) for _ in range(2))
@@ -244,11 +250,11 @@ def test_sampled_text_repeats_and_is_decoded_greedily_once_more(target, proposer
     assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
 
 
-def test_costs_of_shorter_drafts(target, monkeypatch):
-    """A round reads the clock before it, between its steps and after it."""
+def test_costs_of_shorter_drafts_ignore_one_stall(target, monkeypatch):
+    """A round reads the clock before, between and after its two steps: each takes a millisecond."""
     proposer = ModelProposer(tiny_target(seed=0).model)
-    # the median does not notice
-    monkeypatch.setattr(proposer, "propose", stalled(proposer.propose, 1, monkeypatch))
+    # The median ignores one stall.
+    monkeypatch.setattr(proposer, "propose", make_stalling(proposer.propose, 1, monkeypatch))
     costs = measure_round_costs(
         target, proposer, PROMPTS, Settings(num_speculative_tokens=2, max_new_tokens=12)
     )
@@ -293,7 +299,7 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
 
 
-def test_spelling_adds_up_to_the_text():
+def test_spelled_tokens_add_up_to_the_text():
     tokenizer = tiny_tokenizer()
     context, text = tokenizer("def f():")["input_ids"], tokenizer(" return 'a b'\n")["input_ids"]
     assert "".join(spell_tokens(tokenizer, context, text)) == " return 'a b'\n"
@@ -351,8 +357,8 @@ def test_drafts_measured_together_share_batches_and_a_baseline(target, proposer)
         )
 
 
-def test_the_librarys_loop_writes_the_same_batches(target, paired_runs):
-    """They are ours, and a batch's seconds are shared by their numbers of tokens."""
+def test_transformers_generates_the_same_batches(target, paired_runs):
+    """The batches are ours, and prompts share a batch's seconds by their numbers of tokens."""
     for run in paired_runs:
         assert [timing.token_ids for timing in run.hf_generate] == [run.baseline[0].token_ids] * 2
     for first, second in ((paired_runs[0], paired_runs[1]), (paired_runs[2], paired_runs[3])):
@@ -364,20 +370,20 @@ def test_the_librarys_loop_writes_the_same_batches(target, paired_runs):
 
 @pytest.mark.parametrize("side", ["speculative", "baseline"])
 def test_a_prompt_is_sampled_with_its_own_seed_in_a_batch_of_any_size(target, proposer, side):
-    """One prompt five times: its place and the run's seed alone tell its samples apart."""
+    """The same prompt is measured five times: only its place and the seed make samples differ."""
     prompts = [replace(FIVE[0], id=f"p{number}") for number in range(5)]
     settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, warmup=0, seed=5)
 
-    def samples(**changes):
+    def collect_samples(**changes):
         return [
             getattr(run, side)[0].token_ids
             for run in measure(target, proposer, prompts, replace(settings, **changes))
         ]
 
-    alone = samples()
+    alone = collect_samples()
     assert len(set(alone)) == 5
-    assert samples(batch_size=2) == samples(batch_size=5) == alone
-    assert samples(seed=6)[:-1] == alone[1:]
+    assert collect_samples(batch_size=2) == collect_samples(batch_size=5) == alone
+    assert collect_samples(seed=6)[:-1] == alone[1:]
 
 
 @pytest.mark.parametrize(("temperature", "sizes"), [(0.0, []), (1.0, [2, 2, 1])])
@@ -421,7 +427,7 @@ def test_costs_of_shorter_drafts_are_those_of_batches(target, proposer, monkeypa
         ),
     )
     assert [cost.k for cost in measure_round_costs(target, proposer, FIVE, IN_PAIRS)] == [1, 2]
-    assert sizes == [2, 2]  # of few prompts one batch, at both lengths
+    assert sizes == [2, 2]  # one batch is enough for few prompts; it runs at both lengths
 
 
 def test_rows_say_how_many_batches_their_times_come_from(target, proposer, paired_runs):

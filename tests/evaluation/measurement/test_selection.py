@@ -1,5 +1,5 @@
-"""train.metric_for_best_model=decoded_acceptance_length: what is measured is what an evaluation of
-that checkpoint measures."""
+"""train.metric_for_best_model=decoded_acceptance_length: training measures the same length as an
+evaluation of the checkpoint does."""
 
 import json
 from pathlib import Path
@@ -81,11 +81,11 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(tmp_path: Path) -> N
         f"eval.output_dir={report}",
     )
     judged = json.loads((report / "report.json").read_text())
-    gained, own = judged["draft"]["training"], judged["results"][0]["mean_acceptance_length"]
+    gained, length = judged["draft"]["training"], judged["results"][0]["mean_acceptance_length"]
     assert gained["steps"] in (2, 4) and gained["simulated"]["before"] > 1
     assert gained["decoded"] == {
         "before": pytest.approx(measured[best]),
-        "after": pytest.approx(own),
+        "after": pytest.approx(length),
     }
     for page in ("report.md", "report.html"):
         shown = (report / page).read_text().partition("Before and after training")[2].lower()
@@ -99,20 +99,20 @@ def test_a_mistake_in_the_suite_shows_before_any_work(tmp_path: Path) -> None:
         "selection.suite=picco",
         f"train.output_dir={tmp_path / 'run'}",
     ]
-    ended = specdistill("train", *keys)
-    assert ended.returncode == 2 and refused_key(ended.stderr) == "selection.suite"
+    process = specdistill("train", *keys)
+    assert process.returncode == 2 and refused_key(process.stderr) == "selection.suite"
     assert not (tmp_path / "run").exists()
 
 
-def test_the_measure_is_the_acceptance_length_of_all_prompts_rounds(
+def test_the_decoded_metric_is_the_acceptance_length_over_all_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target itself as the draft: of 7 tokens the first is from the prefill, then there are two
-    rounds of 3."""
+    """The target itself drafts: the first of 7 tokens comes from the prefill, and two rounds emit 3
+    each."""
     (tmp_path / "few.jsonl").write_text('{"prompt": "Row 3"}\n{"prompt": "Row 5"}\n')
     target = tiny_target()
     monkeypatch.setattr(
-        loading, "load_proposer", lambda *given, **options: ModelProposer(target.model)
+        loading, "load_proposer", lambda *arguments, **options: ModelProposer(target.model)
     )
     keys = [
         METRIC,
@@ -139,6 +139,8 @@ def test_the_measure_is_the_acceptance_length_of_all_prompts_rounds(
         ),
     ],
 )
-def test_prompts_and_metric_belong_together(keys: list[str], key: str, got: str) -> None:
+def test_the_selection_suite_and_its_metric_require_each_other(
+    keys: list[str], key: str, got: str
+) -> None:
     with refused(key, got):
         load_recipe(Recipe, ["target.model=pico", "train.output_dir=runs/x", *keys])

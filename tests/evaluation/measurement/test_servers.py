@@ -74,11 +74,11 @@ LOOKUPS = {
 
 @pytest.mark.parametrize("method", LOOKUPS)
 def test_an_engine_is_started_with_its_own_lookup(tmp_path, method):
-    told, expected = LOOKUPS[method]
+    setting, expected = LOOKUPS[method]
     command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm'])}"
     keys = [
         "eval.engine=vllm",
-        told,
+        setting,
         "eval.max_new_tokens=4",
         "eval.num_prompts=2",
         "eval.repeats=1",
@@ -111,7 +111,7 @@ def test_an_engine_serves_the_adapted_target_with_and_without_the_draft(tmp_path
     report = read_report(tmp_path / "report")[0]
     assert report["target"]["model"] == "pico + adapter"
     served = [shlex.split(report["engine"][name])[3] for name in ("command", "baseline_command")]
-    (merged,) = (tmp_path / "report").rglob(served[0])  # places of this machine are not in a report
+    (merged,) = (tmp_path / "report").rglob(served[0])  # a report names no folder of this machine
     with torch.no_grad():
         ids = torch.arange(4, 28)[None]
         logits = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(ids).logits
@@ -154,7 +154,7 @@ def test_a_lookup_that_was_not_asked_for_is_not_measured(draft, tmp_path, monkey
     assert "looks up first" not in (tmp_path / "report" / "engine" / "k4.log").read_text()
 
 
-def test_an_earlier_report_of_the_run_says_nothing_of_a_measurement(draft, tmp_path):
+def test_an_earlier_report_of_the_run_does_not_change_the_command(draft, tmp_path):
     (tmp_path / "draft").symlink_to(draft)
     drafting = {"token_replacements": {"a": "b"}}
     old = {
@@ -236,7 +236,7 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
     }
 
 
-def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
+def test_a_failed_engine_leaves_no_process_and_says_why(draft, tmp_path, capsys):
     command = shlex.join([sys.executable, str(PROGRAM), "vllm", "--broken"])
     assert (
         evaluate(tmp_path / "report", draft, "vllm", f"eval.engine_command={command}")
@@ -281,7 +281,7 @@ def test_a_draft_length_that_fails_leaves_the_others(draft, tmp_path, capsys):
         ("eval.concurrency=9", "eval.concurrency"),
     ],
 )
-def test_what_cannot_be_started_is_refused(draft, tmp_path, capsys, argument, key):
+def test_an_engine_that_cannot_be_started_is_refused(draft, tmp_path, capsys, argument, key):
     assert evaluate(tmp_path / "report", draft, "vllm", argument) == ExitCode.USER_ERROR
     assert refused_key(capsys.readouterr().err) == key
 
@@ -298,7 +298,7 @@ OTHER = {
 }
 
 
-def config(target):
+def build_config(target):
     return json.dumps(
         {"architectures": ["LlamaForCausalLMEagle3"], SECTION: {"target": target}}
     ).encode()
@@ -306,7 +306,7 @@ def config(target):
 
 @pytest.mark.parametrize("made_for", ["pico", "another target"])
 def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, capsys):
-    """With the right one the command continues to the server, which nobody has started."""
+    """With the right draft the command continues to the server, which nobody has started."""
     target = dataclasses.asdict(TargetFiles("pico").identity) if made_for == "pico" else OTHER
     keys = [
         "target=pico",
@@ -316,7 +316,7 @@ def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, c
         "eval.server=http://127.0.0.1:9",
     ]
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=None):
-        hub.create(ON_HUB, {"config.json": config(target), "model.safetensors": b"large"})
+        hub.create(ON_HUB, {"config.json": build_config(target), "model.safetensors": b"large"})
         code = scripts.evaluate(*keys, f"draft={ON_HUB}", f"output_dir={tmp_path / 'report'}")
     assert fetched(tmp_path / "home") == {"config.json"}
     error = capsys.readouterr().err
@@ -330,9 +330,11 @@ def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, c
 @pytest.mark.parametrize(
     ("method", "expected"), [("eagle3", ExitCode.USER_ERROR), ("mtp", ExitCode.RESOURCE_ERROR)]
 )
-def test_what_the_targets_checkpoint_holds_is_not_checked(tmp_path, capsys, method, expected):
+def test_a_draft_inside_the_checkpoint_of_the_target_is_not_checked(
+    tmp_path, capsys, method, expected
+):
     """Without a check the command continues to the server, which nobody has started."""
-    (tmp_path / "config.json").write_bytes(config(OTHER))
+    (tmp_path / "config.json").write_bytes(build_config(OTHER))
     keys = [
         "target=pico",
         f"method={method}",

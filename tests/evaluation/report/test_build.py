@@ -26,12 +26,12 @@ from tests.simulated import (
 )
 
 
-def rows_of(records, temperature=0.0, k=4, **more):
+def build_rows(records, temperature=0.0, k=4, **more):
     return build_result_rows(records, SUITE, Configuration(k, temperature), seed=0, **more)
 
 
 def test_the_first_row_is_the_whole_suite_and_the_counts_add_up():
-    rows = rows_of(simulate(16))
+    rows = build_rows(simulate(16))
     assert [row["category"] for row in rows] == [
         "all",
         "function",
@@ -49,8 +49,8 @@ def test_the_first_row_is_the_whole_suite_and_the_counts_add_up():
         assert rows[0][name] == sum(row[name] for row in rows[1:])
 
 
-def test_the_public_identities_hold():
-    row = rows_of(simulate(16))[0]
+def test_the_numbers_of_a_row_agree_with_each_other():
+    row = build_rows(simulate(16))[0]
     assert row["mean_acceptance_length"] == pytest.approx(
         1 + row["num_accepted_tokens"] / row["num_drafts"]
     )
@@ -81,9 +81,9 @@ def test_the_public_identities_hold():
 
 def test_prompts_that_share_the_times_of_one_batch_have_no_interval_of_times():
     records = simulate(8, noise=0.2)
-    alone, *_ = rows_of(records)
+    alone, *_ = build_rows(records)
     for size, num_batches in ((8, 1), (4, 2)):
-        row, *_ = rows_of(in_batches(records, size))
+        row, *_ = build_rows(in_batches(records, size))
         assert (row["num_batches"], row["speedup"]) == (
             num_batches,
             pytest.approx(alone["speedup"]),
@@ -132,7 +132,7 @@ def test_macro_and_micro_averages_are_told_apart():
         for record in simulate(48)
         if record.category != "chat" or record.id.endswith(("00", "01"))
     ]
-    rows = rows_of(records)
+    rows = build_rows(records)
     quoted = select_headline(rows, records)
     for name in ("mean_acceptance_length", "speedup"):
         assert quoted[name] == pytest.approx(sum(row[name] for row in rows[1:]) / 4)
@@ -148,7 +148,7 @@ def test_a_headline_quotes_what_every_category_measured():
     silent = [
         with_rounds(record, ()) if record.category == "chat" else record for record in simulate(8)
     ]
-    quoted = select_headline(rows_of(silent), silent)
+    quoted = select_headline(build_rows(silent), silent)
     assert "mean_acceptance_length" not in quoted
     assert quoted["speedup"] > 1
 
@@ -156,24 +156,30 @@ def test_a_headline_quotes_what_every_category_measured():
 def test_completions_that_end_at_once_are_counted():
     ended = [with_rounds(record, ()) for record in simulate(3)]
     records = [*ended, *simulate(8)[3:]]
-    assert rows_of(records)[0]["num_empty"] == 3
+    assert build_rows(records)[0]["num_empty"] == 3
     messages = {
         finding["name"]: finding["message"] for finding in simulated_report(records)["findings"]
     }
     assert "3 of 8" in messages["empty_completions"]
 
 
-def test_what_is_no_number_is_absent_with_a_reason():
+def test_a_metric_that_is_not_a_number_is_absent_with_a_reason():
     """A clock that fails for one prompt takes that prompt out of the speeds; one that fails for all
     leaves none, and never NaN."""
     records = simulate(8)
 
-    def broken(record):
+    def break_clock(record):
         return replace(record, speculative=replace(record.speculative, seconds=float("nan")))
 
-    kept, rest = rows_of([broken(records[0]), *records[1:]])[0], rows_of(records[1:])[0]
-    assert (kept["speedup"], kept["num_drafts"]) == (rest["speedup"], 8 * 40)
-    row = rows_of([broken(record) for record in records])[0]
+    row_with_failure, row_without_prompt = (
+        build_rows([break_clock(records[0]), *records[1:]])[0],
+        build_rows(records[1:])[0],
+    )
+    assert (row_with_failure["speedup"], row_with_failure["num_drafts"]) == (
+        row_without_prompt["speedup"],
+        8 * 40,
+    )
+    row = build_rows([break_clock(record) for record in records])[0]
     for name in (
         "tokens_per_second",
         "speedup",
@@ -184,15 +190,15 @@ def test_what_is_no_number_is_absent_with_a_reason():
         assert name not in row
         assert row["not_measured"][name]
     assert row["mean_acceptance_length"] > 1
-    json.dumps(rows_of([broken(record) for record in records]), allow_nan=False)
+    json.dumps(build_rows([break_clock(record) for record in records]), allow_nan=False)
 
 
-def test_what_was_not_measured_is_absent_with_a_reason():
+def test_a_metric_that_was_not_measured_is_absent_with_a_reason():
     nothing_drafted = [
         replace(with_rounds(record, [RoundRecord((), (), (), (1,), ("x",))]), hf_generate=None)
         for record in simulate(1)
     ]
-    row = rows_of(nothing_drafted)[0]
+    row = build_rows(nothing_drafted)[0]
     assert row["mean_acceptance_length"] == 1
     for name in (
         "acceptance_length_vllm",
@@ -206,12 +212,12 @@ def test_what_was_not_measured_is_absent_with_a_reason():
     assert "speedup_ci95" in row["not_measured"]
     assert build_theory(row, [], lambda k: k) is None
     untimed = [replace(record, hf_generate=None) for record in simulate(4)]
-    assert "baseline_over_hf_generate" in rows_of(untimed)[0]["not_measured"]
+    assert "baseline_over_hf_generate" in build_rows(untimed)[0]["not_measured"]
 
 
 def test_every_metric_of_a_row_is_there_or_has_a_reason():
     for records in (simulate(16), simulate(1), simulate(3, num_rounds=2)):
-        for row in rows_of(records):
+        for row in build_rows(records):
             assert [
                 name
                 for name in list_row_metrics()
@@ -227,7 +233,7 @@ def test_a_servers_rows_hold_the_numbers_of_rounds_and_say_what_they_lack():
     for with_baseline in (True, False):
         served = [as_from_server(record, with_baseline=with_baseline) for record in records]
         reasons = {**ROW_REASONS, **({} if with_baseline else NO_BASELINE_ROW)}
-        for row, seen in zip(rows_of(records), rows_of(served, reasons=reasons), strict=True):
+        for row, seen in zip(build_rows(records), build_rows(served, reasons=reasons), strict=True):
             same = [
                 name
                 for name in seen
@@ -254,25 +260,25 @@ def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():
         )
         for record in records
     ]
-    row = rows_of(fast_library)[0]
+    row = build_rows(fast_library)[0]
     assert row["baseline_over_hf_generate"] == pytest.approx(1 / 1.5)
     assert row["speedup_over_hf_generate"] == pytest.approx(row["speedup"] / 1.5)
-    assert "speedup_over_hf_generate" not in rows_of(records)[0]
+    assert "speedup_over_hf_generate" not in build_rows(records)[0]
     assert "slow_baseline" in [
         finding["name"] for finding in simulated_report(fast_library)["findings"]
     ]
 
 
 def test_theory_scales_the_costs_of_shorter_drafts_to_the_row():
-    row = rows_of(simulate(8))[0]
-    found = build_theory(row, round_costs(4), lambda k: k)
-    assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 1, 2, 3, 4])
-    assert found["predicted"] == pytest.approx(found["curve"][4]["predicted_speedup"])
-    cost = found["v"] * (VERIFY_STEP - 3 * PLAIN_STEP / 10) / VERIFY_STEP + found["c"]
-    assert found["curve"][1]["predicted_speedup"] == pytest.approx(
+    row = build_rows(simulate(8))[0]
+    theory = build_theory(row, round_costs(4), lambda k: k)
+    assert (theory["K"], [point["k"] for point in theory["curve"]]) == (4, [0, 1, 2, 3, 4])
+    assert theory["predicted"] == pytest.approx(theory["curve"][4]["predicted_speedup"])
+    cost = theory["v"] * (VERIFY_STEP - 3 * PLAIN_STEP / 10) / VERIFY_STEP + theory["c"]
+    assert theory["curve"][1]["predicted_speedup"] == pytest.approx(
         (1 + row["acceptance_rate_per_position"][0]) / cost
     )
-    assert 0.6 < found["alpha"] < 0.8
+    assert 0.6 < theory["alpha"] < 0.8
 
 
 def test_a_tree_s_row_counts_nodes_by_depth_and_its_draft_step_is_a_level():
@@ -282,7 +288,7 @@ def test_a_tree_s_row_counts_nodes_by_depth_and_its_draft_step_is_a_level():
         for record in simulate(8)
     ]
     chain, row = (
-        rows_of(simulate(8))[0],
+        build_rows(simulate(8))[0],
         build_result_rows(records, SUITE, Configuration(4, tree=tree), seed=0)[0],
     )
     assert row["num_draft_tokens"] == 4 * chain["num_draft_tokens"] == 16 * row["num_drafts"]
@@ -290,13 +296,13 @@ def test_a_tree_s_row_counts_nodes_by_depth_and_its_draft_step_is_a_level():
         assert row[same] == chain[same]
     assert row["acceptance_rate"] == pytest.approx(chain["acceptance_rate"] / 4)
     assert row["draft_ms"] == pytest.approx(chain["draft_ms"] / 4)
-    found = build_theory(row, [], lambda k: k)
-    assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 4])
-    assert found["c"] == pytest.approx(build_theory(chain, [], lambda k: k)["c"])
-    assert found["predicted"] == pytest.approx(
-        row["mean_acceptance_length"] / (found["v"] + found["c"] * found["K"])
+    theory = build_theory(row, [], lambda k: k)
+    assert (theory["K"], [point["k"] for point in theory["curve"]]) == (4, [0, 4])
+    assert theory["c"] == pytest.approx(build_theory(chain, [], lambda k: k)["c"])
+    assert theory["predicted"] == pytest.approx(
+        row["mean_acceptance_length"] / (theory["v"] + theory["c"] * theory["K"])
     )
-    assert found["predicted"] == pytest.approx(found["curve"][1]["predicted_speedup"])
+    assert theory["predicted"] == pytest.approx(theory["curve"][1]["predicted_speedup"])
 
 
 def test_contexts_are_reported_in_buckets():

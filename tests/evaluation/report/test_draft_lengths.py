@@ -1,5 +1,5 @@
-"""The draft length for each load: measured where it was, by the cost model elsewhere, 0 where no
-draft pays."""
+"""The draft length for each load: the measurement decides where there is one, else the cost model.
+The length is 0 where no draft pays."""
 
 from typing import Any
 
@@ -17,15 +17,17 @@ SAME = {
 RATES = [0.6, 0.3, 0.1, 0.05]
 
 
-def row(k: int, size: int, speedup: float, **costs: float) -> dict[str, Any]:
+def make_row(k: int, size: int, speedup: float, **costs: float) -> dict[str, Any]:
     return {**SAME, "num_speculative_tokens": k, "batch_size": size, "speedup": speedup, **costs}
 
 
-def costly(
+def make_timed_row(
     size: int, *, step: float, verify: float, draft: float, loop: float = 1.0
 ) -> dict[str, Any]:
-    """K = 4 with times in milliseconds. loop: the share of the predicted speedup that was
-    measured."""
+    """Return a row of K = 4 with times in milliseconds.
+
+    `loop` is the share of the predicted speedup that was measured.
+    """
     predicted = step * (1 + sum(RATES)) / (verify + 4 * draft)
     costs = {
         "verify_ms": verify,
@@ -40,10 +42,10 @@ def costly(
         "num_draft_tokens": 400,
         "emitted_per_position": emitted,
     }
-    return row(4, size, loop * predicted, **costs, **counts)
+    return make_row(4, size, loop * predicted, **costs, **counts)
 
 
-def report(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def make_report(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
     curve = [
         {"k": k, "predicted_speedup": 2.0 if k == 2 else 1.0, "draft_passes": k} for k in range(5)
     ]
@@ -54,43 +56,53 @@ def report(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
     }
 
 
-def test_the_fastest_of_what_was_measured() -> None:
-    measured = report(row(4, 1, 1.5), row(2, 1, 1.8), row(4, 16, 0.7), row(2, 16, 0.9))
+def test_the_fastest_measured_length_is_chosen() -> None:
+    measured = make_report(
+        make_row(4, 1, 1.5), make_row(2, 1, 1.8), make_row(4, 16, 0.7), make_row(2, 16, 0.9)
+    )
     assert draft_lengths(measured) == (DraftLength(1, 2, 1.8, True), DraftLength(16, 0, 0.9, True))
 
 
-def test_other_lengths_are_known_by_cost_and_acceptance() -> None:
-    """Of the report's own load as it timed them; of another between a plain step and the pass over
-    K + 1 tokens, times a loop of 0.9."""
+def test_unmeasured_lengths_are_estimated_from_cost_and_acceptance() -> None:
+    """The report timed every length at its own load. At another load the cost lies between a plain
+    step and the pass over K + 1 tokens, and the loop reaches 0.9 of the prediction."""
     rows = (
-        costly(1, step=10.0, verify=12.0, draft=1.0),
-        costly(8, step=10.0, verify=20.0, draft=0.5, loop=0.9),
+        make_timed_row(1, step=10.0, verify=12.0, draft=1.0),
+        make_timed_row(8, step=10.0, verify=20.0, draft=0.5, loop=0.9),
     )
-    own, other = draft_lengths(report(*rows))
+    own, other = draft_lengths(make_report(*rows))
     assert own == DraftLength(1, 2, pytest.approx(2.0), False)
     assert other == DraftLength(
         8, 1, pytest.approx(0.9 * 10 * (1 + 0.6) / (10 + 10 / 4 + 0.5)), False
     )
 
 
-def test_a_small_gain_of_what_was_not_measured_counts_for_nothing() -> None:
+def test_a_small_gain_of_an_unmeasured_length_is_ignored() -> None:
     main = {
-        **costly(1, step=10.0, verify=12.0, draft=1.0),
+        **make_timed_row(1, step=10.0, verify=12.0, draft=1.0),
         "speedup": 1.0,
         "predicted_speedup": 1.0,
     }
-    assert draft_lengths(report(main, row(3, 1, 1.97)))[0] == DraftLength(1, 3, 1.97, True)
+    assert draft_lengths(make_report(main, make_row(3, 1, 1.97)))[0] == DraftLength(
+        1, 3, 1.97, True
+    )
 
 
 @pytest.mark.parametrize(
     "nothing",
     [
-        report(row(4, 1, 1.5)),
-        report(row(4, 1, 1.5), row(2, 1, 1.8), tree={"budget": 6, "depth": 4, "top_k": 3}),
-        report(row(4, 1, 1.5), row(2, 1, 1.8), drafting={"lookup_first": {"method": "ngram"}}),
+        make_report(make_row(4, 1, 1.5)),
+        make_report(
+            make_row(4, 1, 1.5), make_row(2, 1, 1.8), tree={"budget": 6, "depth": 4, "top_k": 3}
+        ),
+        make_report(
+            make_row(4, 1, 1.5), make_row(2, 1, 1.8), drafting={"lookup_first": {"method": "ngram"}}
+        ),
         None,
     ],
     ids=["no sweep", "trees", "a lookup first", "no report"],
 )
-def test_what_says_nothing_of_chains(nothing: dict[str, Any] | None) -> None:
+def test_a_report_without_swept_chains_gives_no_draft_lengths(
+    nothing: dict[str, Any] | None,
+) -> None:
     assert draft_lengths(nothing) == ()

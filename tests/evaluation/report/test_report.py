@@ -59,21 +59,21 @@ def records():
 
 
 @pytest.fixture(scope="module")
-def judged(records):
+def judged_report(records):
     report = simulated_report(records)
     report["gate"] = decide(load_gate("pico"), Evidence(report, records))
     return report
 
 
 @pytest.fixture
-def report(judged):
-    return copy.deepcopy(judged)
+def report(judged_report):
+    return copy.deepcopy(judged_report)
 
 
 def test_the_report_fits_its_schema(report):
     validate_report(report)
     assert report["results"][0]["category"] == "all"
-    # what only a comparison and a real run can say
+    # Only a comparison or a real run has these parts.
     absent = {"baseline", "digest", "incomplete", "measurement", "quality"}
     assert set(build_schema()["properties"]) - set(report) == absent
     assert set(report) <= set(build_schema()["properties"])
@@ -95,7 +95,9 @@ def test_the_schema_that_ships_is_printed_from_the_code():
         (("lossless", "greedy_identical"), None, "with lossless.greedy_identical"),
     ],
 )
-def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, path, value, got):
+def test_a_report_that_does_not_fit_the_schema_is_not_written(
+    tmp_path, report, records, path, value, got
+):
     with refused("report", f"report.json {got}"):
         write_report(tmp_path / "report", edited(report, path, value), records)
     assert not (tmp_path / "report").exists()
@@ -109,7 +111,7 @@ def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, 
         ({"tree": {"branching": [4, 2]}}, ("branching 4, 2",)),
     ],
 )
-def test_the_settings_of_what_drafts_are_shown(report, records, settings, shown):
+def test_the_drafting_settings_are_shown(report, records, settings, shown):
     report["settings"] |= settings
     report["results"] = [{**row, "tree": settings.get("tree")} for row in report["results"]]
     validate_report(report)
@@ -143,7 +145,7 @@ def test_rendering_depends_on_the_json_files_alone(tmp_path, report, records):
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
 
 
-def test_reports_that_are_not_there(tmp_path, report, records):
+def test_a_missing_or_invalid_report_is_refused(tmp_path, report, records):
     with refused("baseline", tmp_path / "report.json"):
         read_report(tmp_path / "report.json", key="baseline")
     (tmp_path / "report.json").write_text("{}")
@@ -160,7 +162,7 @@ def test_the_page_stands_alone(report, records):
     assert [reference for reference in references if not reference.startswith("data:,")] == []
     assert "url(" not in page
     assert "@import" not in page
-    # what was generated may name an address
+    # Only generated text may name an address.
     silent = [replace(record, rounds=()) for record in records]
     assert "http" not in to_html(report, silent)
 
@@ -203,7 +205,7 @@ def test_model_output_and_names_cannot_become_markup(report, records):
     assert json.loads(data)[0]["prompt"] == HOSTILE
 
 
-def test_names_are_text_alone_where_the_report_is_posted(report, records):
+def test_names_cannot_become_markup_in_markdown(report, records):
     assert len(Page(HOSTILE_MARKDOWN).elements) > 5 and len(Page(HOSTILE_MARKDOWN).references) >= 8
     report["gate"]["rules"][0].update(verdict="failed", passed=False)
     del report["results"][0]["speedup"]
@@ -296,7 +298,7 @@ def test_the_token_view_has_every_round(report, records):
         assert (*emitted[:accepted], *rejected) == entry.drafted_text
 
 
-def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
+def test_samples_that_do_not_fit_the_page_are_left_out_evenly(report, records):
     whole = len(json.dumps(select_samples(records), ensure_ascii=False, separators=(",", ":")))
     some = select_samples(records, max_bytes=whole // 3)
     assert len(json.dumps(some, ensure_ascii=False, separators=(",", ":"))) <= whole // 3
@@ -310,7 +312,7 @@ def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     assert select_samples(records, max_bytes=10) == []
 
 
-def test_without_scripts_the_first_completions_are_there(report, records):
+def test_the_page_shows_the_first_completions_without_scripts(report, records):
     shown = re.search(r"<noscript>(.*?)</noscript>", to_html(report, records), re.DOTALL)[1]
     for record in records[:3]:
         text = html_library.unescape(
@@ -426,7 +428,7 @@ def test_a_page_changes_between_its_marks_alone(tmp_path):
         write_between(page, "c", "lost")
 
 
-def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
+def test_changes_since_the_baseline_stand_beside_the_verdict(tmp_path, report, records):
     before = simulate(conditional=(0.6, 0.55, 0.5, 0.5))
     old = simulated_report(before)
     old["draft"]["model"] = "runs/before/<draft>"
@@ -526,7 +528,7 @@ def test_task_quality_stands_beside_losslessness(report, records):
     assert "(too few completions) | open (" in to_markdown(report)
 
 
-def test_batches_and_engines_are_told_with_the_settings(report, records):
+def test_batches_and_engines_are_described_with_the_settings(report, records):
     report["settings"] |= {"batch_size": 8}
     assert all(
         fact in describe_procedure(report)
@@ -590,12 +592,12 @@ def test_the_parts_of_a_token_s_time_add_up(records):
         }
         assert times.pop("per token, in all") == pytest.approx(whole, rel=0.01)
         assert sum(times.values()) == pytest.approx(whole, rel=0.01)
-    # plain decoding drafts nothing, whatever its clock saw
+    # Plain decoding drafts nothing, although its timing holds some draft seconds.
     assert rows["drafting, per round"] == [0, 1.20]
     assert rows["target's step, per round"] == [2.50, 3.21]
 
 
-def test_the_ceiling_is_the_acceptance_length(report):
+def test_the_chart_draws_the_acceptance_length_as_the_ceiling(report):
     row, theory = report["results"][0], report["theory"]
     plot = ElementTree.fromstring(charts.draw_speedup_by_k(theory, [row]))
     up, predicted = (
@@ -609,7 +611,7 @@ def test_the_ceiling_is_the_acceptance_length(report):
         float(dot.get("cy")) for dot in plot.iter("circle") if dot.find("title") is not None
     )
     assert up[0] == one == predicted[0]  # a draft of no tokens gains nothing
-    # higher stands further up, at less y
+    # A higher point of the chart has a smaller y.
     assert all(high < low for high, low in zip(up[1:], predicted[1:], strict=True))
     assert up[4] < measured < one
     assert [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"][:5] == [
@@ -617,7 +619,7 @@ def test_the_ceiling_is_the_acceptance_length(report):
     ]
 
 
-def test_a_page_can_be_heard(report, records):
+def test_a_screen_reader_finds_a_text_for_every_figure(report, records):
     page = to_html(simulated_sweep(report, num_prompts=8), records)
     figures = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
     assert len(figures) >= 7
@@ -642,7 +644,10 @@ def test_bars_stand_out_from_the_page(number):
             int(digits * (2 // len(digits)), 16) / 255
             for digits in re.findall("." * ((len(colour) - 1) // 3), colour[1:])
         )
-        linear = [it / 12.92 if it <= 0.03928 else ((it + 0.055) / 1.055) ** 2.4 for it in channels]
+        linear = [
+            channel / 12.92 if channel <= 0.03928 else ((channel + 0.055) / 1.055) ** 2.4
+            for channel in channels
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     paper = luminance(colours["paper"])
@@ -713,7 +718,7 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
         ("wide_interval", lambda report: report["results"][0].update(speedup_ci95=[1.0, 2.0])),
     ],
 )
-def test_findings_say_what_numbers_do_not(report, name, change):
+def test_each_suspicious_number_gives_a_finding(report, name, change):
     quiet = simulated_report(simulate(), theory=None)
     assert [finding["name"] for finding in quiet["findings"]] == []
     report["findings"] = []
@@ -728,7 +733,7 @@ def test_findings_say_what_numbers_do_not(report, name, change):
         lambda report: report["results"][0].update(speedup_ci95=[0.7, 2.4]),
     ],
 )
-def test_a_gain_within_the_noise_is_no_advice(report, change):
+def test_a_gain_within_the_noise_gives_no_advice(report, change):
     report["theory"].update(best_k=2, predicted=1.2)
     assert "best_k" in list_findings(report)
     change(report)
@@ -736,7 +741,7 @@ def test_a_gain_within_the_noise_is_no_advice(report, change):
 
 
 @pytest.mark.parametrize(("device", "most"), [("cpu", 0.1), ("cuda", 0.03)])
-def test_a_gpus_prediction_is_held_to_more(report, device, most):
+def test_the_limit_on_the_prediction_gap_is_stricter_on_a_gpu(report, device, most):
     report["hardware"]["device"] = device
     for gap in (most, most + 1e-6):
         assert (

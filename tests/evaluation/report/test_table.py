@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_a_row_for_each_report(runs: Path) -> None:
+def test_the_table_has_a_row_for_each_report(runs: Path) -> None:
     row = json.loads((runs / "a/report/report.json").read_text(encoding="utf-8"))["results"][0]
     low, high = row["speedup_ci95"]
     shown = specdistill("table", str(runs / "a/report"), str(runs / "b"))
@@ -56,10 +56,10 @@ def test_a_row_for_each_report(runs: Path) -> None:
     )
     assert (rows[1]["speedup"], rows[1]["lossless"], rows[1]["K"]) == (None, None, 4)
 
-    found = json.loads(specdistill("table", str(runs / "a"), "--json").stdout)
+    rows_of_folder = json.loads(specdistill("table", str(runs / "a"), "--json").stdout)
     assert (
-        found[0]["acceptance_length"] == row["mean_acceptance_length"]
-        and found[0]["lossless"] is True
+        rows_of_folder[0]["acceptance_length"] == row["mean_acceptance_length"]
+        and rows_of_folder[0]["lossless"] is True
     )
 
 
@@ -72,7 +72,7 @@ def test_a_row_for_each_report(runs: Path) -> None:
         (["x", "format=csv"], "format"),
     ],
 )
-def test_what_is_no_report(
+def test_a_wrong_argument_is_refused_with_its_key(
     arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

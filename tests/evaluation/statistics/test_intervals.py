@@ -25,14 +25,14 @@ from tests.simulated import in_batches, simulate
 MEAN = Metric(("total", "count"), lambda total, count: total / count)
 
 
-def drawn_as(values) -> dict[str, np.ndarray]:
+def make_table(values) -> dict[str, np.ndarray]:
     return {"total": np.array(values), "count": np.ones(len(values))}
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_the_interval_is_bias_corrected_as_scipys(confidence):
     skewed = np.random.default_rng(1).exponential(size=20)
-    of_mean = stats.bootstrap(
+    bootstrap = stats.bootstrap(
         (skewed,),
         np.mean,
         n_resamples=20_000,
@@ -40,11 +40,11 @@ def test_the_interval_is_bias_corrected_as_scipys(confidence):
         rng=np.random.default_rng(0),
     )
     percentile = np.quantile(
-        of_mean.bootstrap_distribution, [(1 - confidence) / 2, (1 + confidence) / 2]
+        bootstrap.bootstrap_distribution, [(1 - confidence) / 2, (1 + confidence) / 2]
     )
-    found = compute_interval(MEAN, drawn_as(skewed), confidence=confidence)
-    assert found == pytest.approx(tuple(of_mean.confidence_interval), rel=0.02)
-    assert found[1] > percentile[1]
+    interval = compute_interval(MEAN, make_table(skewed), confidence=confidence)
+    assert interval == pytest.approx(tuple(bootstrap.confidence_interval), rel=0.02)
+    assert interval[1] > percentile[1]
 
 
 def test_the_seed_fixes_an_interval():
@@ -64,7 +64,7 @@ def test_the_seed_fixes_an_interval():
 
 
 def test_a_changes_interval_is_as_wide_as_its_confidence():
-    """Of a nearly normal change: by the quantiles of the normal distribution."""
+    """The change is nearly normal, so that the quantiles of the normal distribution are known."""
     new, old = (collect_prompt_sums(simulate(96, noise=0.2, timing_seed=seed)) for seed in (1, 2))
     half, most = (
         np.ptp(compute_relative_change(METRICS["speedup"], new, old, confidence=share)[1])
@@ -82,7 +82,7 @@ def test_one_prompt_has_no_interval_and_equal_prompts_have_a_point():
     assert low == pytest.approx(compute_value(METRICS["speedup"], twice))
 
 
-def test_resamples_that_mean_nothing_give_no_interval():
+def test_resamples_without_a_value_give_no_interval():
     table = collect_prompt_sums(simulate(4))
     table["num_rounds_long"][:], table["num_emitted_long"][:] = [50, 0, 0, 0], [110, 0, 0, 0]
     table["num_rounds_short"][:], table["num_emitted_short"][:] = 50, 110
@@ -123,28 +123,28 @@ def test_rare_outcomes_are_pooled():
     assert (statistic, num_cells) == (0, 2)
 
 
-def test_samples_that_cannot_tell_are_not_called_equal():
+def test_samples_without_two_frequent_outcomes_are_not_tested():
     assert run_chi_square_test(["a"] * 10, {"a": 1.0}) is None
     assert run_chi_square_test(list(range(4)), dict.fromkeys(range(4), 0.25)) is None
 
 
-def test_the_standard_error_of_a_mean_by_hand():
-    drawn = np.array([1.0, 2.0, 4.0, 9.0])
-    assert compute_standard_error(MEAN, drawn_as(drawn)) == pytest.approx(drawn.std(ddof=1) / 2)
-    assert compute_standard_error(MEAN, drawn_as(drawn[:1])) is None
+def test_the_standard_error_of_a_mean_matches_the_formula():
+    values = np.array([1.0, 2.0, 4.0, 9.0])
+    assert compute_standard_error(MEAN, make_table(values)) == pytest.approx(values.std(ddof=1) / 2)
+    assert compute_standard_error(MEAN, make_table(values[:1])) is None
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_the_interval_of_a_macro_average_is_welchs(confidence):
-    """As wide as that of the difference of two means, by half: it is half their sum."""
+    """The average of two means is half their sum, which varies as much as their difference does."""
     one, other = np.array([1.0, 2.0, 4.0, 9.0]), np.array([20.0, 21.0, 20.5])
     low, high = compute_macro_interval(
-        MEAN, drawn_as([*one, *other]), ["a"] * 4 + ["b"] * 3, confidence=confidence
+        MEAN, make_table([*one, *other]), ["a"] * 4 + ["b"] * 3, confidence=confidence
     )
     assert (low + high) / 2 == pytest.approx((one.mean() + other.mean()) / 2)
     difference = stats.ttest_ind(one, other, equal_var=False).confidence_interval(confidence)
     assert high - low == pytest.approx((difference.high - difference.low) / 2)
-    assert compute_macro_interval(MEAN, drawn_as(np.ones(3)), ["a", "a", "b"]) is None
+    assert compute_macro_interval(MEAN, make_table(np.ones(3)), ["a", "a", "b"]) is None
 
 
 def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
@@ -158,24 +158,26 @@ def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
     assert compute_value(speedup, batched) == pytest.approx(compute_value(speedup, plain))
     assert compute_interval(length, batched) == compute_interval(length, plain)
 
-    ignorant = {name: column for name, column in batched.items() if name != "batch"}
+    without_batches = {name: column for name, column in batched.items() if name != "batch"}
     right, wrong, truth = (
-        np.ptp(compute_interval(speedup, table)) for table in (batched, ignorant, plain)
+        np.ptp(compute_interval(speedup, table)) for table in (batched, without_batches, plain)
     )
     assert wrong < 0.6 * right  # as if a batch's four prompts were four measurements of its time
     assert 0.8 * truth < right < 1.25 * truth
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_a_macro_average_over_units_that_categories_share_is_students(confidence):
-    """E.g. prompts under two adapters: of their means, which are independent; the prompts that make
-    them are not."""
+def test_the_interval_of_a_macro_average_over_shared_prompts_is_students(confidence):
+    """An example is a suite whose prompts run under two adapters.
+
+    The two values of a prompt depend on each other, but the means of the prompts are independent.
+    """
     one, other = np.array([1.0, 2.0, 4.0, 9.0]), np.array([2.0, 2.5, 4.0, 8.0])
-    table = {**drawn_as([*one, *other]), "cluster": np.array([0.0, 1, 2, 3] * 2)}
+    table = {**make_table([*one, *other]), "cluster": np.array([0.0, 1, 2, 3] * 2)}
     low, high = compute_macro_interval(MEAN, table, ["a"] * 4 + ["b"] * 4, confidence=confidence)
-    of_means = stats.ttest_1samp((one + other) / 2, 0).confidence_interval(confidence)
-    assert (low, high) == pytest.approx((of_means.low, of_means.high))
-    # one alone, and one that is all of a category
+    mean_interval = stats.ttest_1samp((one + other) / 2, 0).confidence_interval(confidence)
+    assert (low, high) == pytest.approx((mean_interval.low, mean_interval.high))
+    # A single cluster, and a cluster that is all of a category, give no interval.
     for clusters in ([0] * 8, [0] * 4 + [1] + [0] * 3):
         assert (
             compute_macro_interval(
@@ -217,7 +219,7 @@ def test_a_change_between_reports_is_resampled_by_batch_too():
     assert ends is not None
 
 
-def test_the_smallest_change_that_is_detected_by_hand():
+def test_the_smallest_detectable_change_matches_the_power_formula():
     assert estimate_detectable_change(80) == pytest.approx(
         (1.959964 + 0.841621) * 0.16 / np.sqrt(80), rel=1e-6
     )
@@ -225,7 +227,7 @@ def test_the_smallest_change_that_is_detected_by_hand():
 
 
 @pytest.mark.parametrize(("num_prompts", "is_warned"), [(127, True), (128, False)])
-def test_few_prompts_for_a_gate_are_warned_of(
+def test_few_prompts_for_a_gate_give_a_warning(
     num_prompts: int, is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     print_power_analysis([str(number) for number in range(num_prompts)])
@@ -234,9 +236,9 @@ def test_few_prompts_for_a_gate_are_warned_of(
     )
 
 
-def test_the_sentence_says_what_it_stands_on(capsys: pytest.CaptureFixture[str]):
+def test_the_power_analysis_states_its_assumptions(capsys: pytest.CaptureFixture[str]):
     print_power_analysis([str(number) for number in range(80)])
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for fact in (
         "80 prompts",
         "5.0% of the acceptance length",
@@ -244,4 +246,4 @@ def test_the_sentence_says_what_it_stands_on(capsys: pytest.CaptureFixture[str])
         "two-sided α = 0.05",
         "deviation between prompts 16%",
     ):
-        assert fact in said
+        assert fact in printed

@@ -13,7 +13,7 @@ from tests.rounds import record
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulate
 
 
-def test_acceptance_by_hand():
+def test_acceptance_counts_match_a_hand_calculation():
     numbers = count_acceptance([record([(4, 4), (4, 2), (4, 0), (4, 1)])], num_positions=4)
     assert numbers["num_drafts"] == 4
     assert numbers["num_draft_tokens"] == 16
@@ -27,7 +27,8 @@ def test_acceptance_by_hand():
     assert compute_value(METRICS["acceptance_rate"], sums) == 7 / 16
     assert numbers["acceptance_rate_per_position"] == [0.75, 0.5, 0.25, 0.25]
     assert numbers["conditional_acceptance_rate"] == [0.75, 2 / 3, 0.5, 1.0]
-    nothing = count_acceptance([record([(0, 0)] * 3)], num_positions=2)  # and no rates
+    # Without drafts there are no rates.
+    nothing = count_acceptance([record([(0, 0)] * 3)], num_positions=2)
     assert nothing == {
         "num_drafts": 0,
         "num_draft_tokens": 0,
@@ -79,7 +80,7 @@ def test_rates_by_position_do_not_depend_on_where_answers_end():
     )
 
 
-def test_the_prediction_is_the_formula_for_a_chain():
+def test_the_predicted_speedup_follows_the_formula_for_a_chain():
     table = collect_prompt_sums(simulate(6, noise=0))
     length = compute_value(METRICS["mean_acceptance_length"], table)
     expected = predicted_speedup(length, VERIFY_STEP / PLAIN_STEP, 4 * DRAFT_STEP / PLAIN_STEP)
@@ -89,14 +90,14 @@ def test_the_prediction_is_the_formula_for_a_chain():
     assert compute_value(METRICS["baseline_step_ms"], table) == pytest.approx(1000 * PLAIN_STEP)
 
 
-def test_speed_by_hand():
+def test_speeds_match_a_hand_calculation():
     table = {name: np.array(numbers) for name, numbers in {
         "num_tokens": [10.0, 20.0],
         "seconds": [1.0, 2.0],
         "num_rounds": [3.0, 8.0],
         "num_prompts": [1.0, 1.0],
         "prefill_seconds": [0.5, 0.3],
-        "baseline_num_tokens": [8.0, 32.0],  # sampled, the two ways end elsewhere
+        "baseline_num_tokens": [8.0, 32.0],  # sampled completions differ in length
         "baseline_seconds": [2.0, 4.5],
         "baseline_prefill_seconds": [0.25, 0.25],
         "hf_num_tokens": [8.0, np.nan],
@@ -110,13 +111,14 @@ def test_speed_by_hand():
         "decode_speedup": (28 / 2.2) / (38 / 6),
         "overhead_factor": (28 / 11) / speedup,
         "hf_generate_tokens_per_second": 8 / 1,
-        "baseline_over_hf_generate": (8 / 2) / (8 / 1),  # of the prompt that both generated
+        # Only the prompt that both generated counts.
+        "baseline_over_hf_generate": (8 / 2) / (8 / 1),
         "speedup_over_hf_generate": (10 / 1) / (8 / 1),
     }.items():
         assert compute_value(METRICS[name], table) == pytest.approx(number), name
 
 
-def test_times_are_added_up_over_a_batch_and_counts_stay_a_prompts():
+def test_times_add_up_over_a_batch_and_counts_stay_per_prompt():
     table = {name: np.array(numbers) for name, numbers in {
         "num_tokens": [1.0, 2.0, 4.0, 8.0],
         "seconds": [0.5, np.nan, 0.25, 0.125],
@@ -131,7 +133,7 @@ def test_times_are_added_up_over_a_batch_and_counts_stay_a_prompts():
     assert (accepted.tolist(), drafts.tolist()) == ([6, 5, 4, 3], [4] * 4)
 
 
-def test_nothing_measured_is_none_and_not_zero():
+def test_a_metric_without_a_measurement_is_none_and_not_zero():
     table = collect_prompt_sums(simulate(2))
     table["hf_seconds"][:] = np.nan
     assert compute_value(METRICS["hf_generate_tokens_per_second"], table) is None

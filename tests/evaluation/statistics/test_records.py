@@ -55,7 +55,7 @@ def test_a_servers_counts_give_the_drafts_that_its_rounds_give():
 
 
 @pytest.mark.parametrize("content", [None, '{"id": 1}\n', "not json\n", "[]\n"])
-def test_a_file_that_is_no_records_is_refused(tmp_path, content):
+def test_a_file_without_records_is_refused(tmp_path, content):
     path = tmp_path / "samples.jsonl"
     if content:
         path.write_text(content)
@@ -98,7 +98,7 @@ def test_a_record_without_a_speed_is_refused(tmp_path, name, value):
         read_records(path, "report")
 
 
-def test_the_records_of_a_row():
+def test_a_row_selects_its_own_records():
     cold = simulate(4)
     warm = [replace(record, configuration=Configuration(4, 1.0)) for record in cold]
     rows = [
@@ -129,21 +129,27 @@ def test_the_nodes_beside_a_tree_s_path_are_drafted_tokens_too(tmp_path):
     assert [entry.num_drafted for entry in read_records(path, "report")[0].rounds] == [4, 3]
 
 
-def test_rounds_that_drafted_nothing_are_no_drafts():
+def test_rounds_without_drafted_tokens_do_not_count_as_drafts():
     table = collect_prompt_sums([record([(4, 2), (0, 0), (4, 4)])])
     names = ("num_drafts", "num_rounds", "num_draft_tokens", "num_accepted_tokens")
     assert [table[name] for name in names] == [2, 3, 8, 6]
 
 
-def test_a_rounds_context_counts_what_stands_before_it():
-    def buckets(num_prompt_tokens):
+def test_the_context_of_a_round_counts_the_tokens_before_it():
+    def group_by_context(num_prompt_tokens):
         return group_rounds_by_context(
             [record([(4, 2), (0, 0), (4, 4), (4, 0)], num_prompt_tokens=num_prompt_tokens)]
         )
 
     # Contexts of 11, 15 and 20: 10 + first token; + 3 + 1 (nothing drafted in between); + 5.
-    assert (buckets(10), buckets(11)) == ({8: [3, 1, 5], 16: [1]}, {8: [3, 1], 16: [5, 1]})
-    assert (buckets(21), buckets(22)) == ({16: [3, 1, 5, 1]}, {16: [3, 1, 5], 32: [1]})
+    assert (group_by_context(10), group_by_context(11)) == (
+        {8: [3, 1, 5], 16: [1]},
+        {8: [3, 1], 16: [5, 1]},
+    )
+    assert (group_by_context(21), group_by_context(22)) == (
+        {16: [3, 1, 5, 1]},
+        {16: [3, 1, 5], 32: [1]},
+    )
 
 
 def test_buckets_are_powers_of_two():

@@ -11,7 +11,7 @@ from specdistill.evaluation.statistics.theory import (
 )
 
 
-def test_predicted_speedup_by_hand():
+def test_predicted_speedup_matches_a_hand_calculation():
     assert predicted_speedup(1, 1, 0) == 1
     assert predicted_speedup(3.0, 1.2, 4 * 0.1) == pytest.approx(3 / 1.6)
 
@@ -27,7 +27,7 @@ def test_alpha_and_acceptance_length_are_inverse(alpha, k):
 STEP = 10.0  # ms of a plain step
 
 
-def test_the_curve_cuts_the_same_rates_shorter():
+def test_shorter_drafts_keep_the_acceptance_rates_of_their_positions():
     timed = [RoundCost(2, 2.4, 0.6), RoundCost(1, 2.2, 0.3)]
     curve = compute_speedup_curve([8, 4, 2], 8, STEP, RoundCost(2, 12, 2), timed)
     assert [point["k"] for point in curve] == [0, 1, 2]
@@ -46,17 +46,19 @@ def test_a_block_that_is_drafted_in_one_pass_costs_the_same_at_every_length():
     assert [point["predicted_speedup"] for point in curve[1:]] == pytest.approx(
         [AL / 1.5 for AL in (1.8, 2.5, 3.1, 3.6)]
     )
-    assert select_best_point(curve)["k"] == 4  # at 4 · 3 ms it would be 1
-    # plain decoding
+    assert select_best_point(curve)["k"] == 4  # it would be 1 if the passes added up to 4 · 3 ms
+    # K = 0 is plain decoding
     assert (
         select_best_point(compute_speedup_curve([20, 1], 20, STEP, RoundCost(1, 12, 2), []))["k"]
         == 0
     )
 
 
-def test_what_a_lookup_does_not_find_takes_plain_steps_at_every_length():
-    """Of 8 rounds 4 draft. At K = 2 these cost 14 ms and emit 9 tokens; at K' = 1 they emit 7 in
-    the time of 7 ms each."""
+def test_rounds_without_a_match_of_the_lookup_take_plain_steps_at_every_length():
+    """Four of the eight rounds draft.
+
+    With K = 2 they cost 14 ms each and emit 9 tokens in all; with K = 1 they cost 7 ms and emit 7.
+    """
     timed = [RoundCost(1, 7, 1), RoundCost(2, 14, 2)]
     curve = compute_speedup_curve([8, 3, 2], 4, STEP, RoundCost(2, 12, 1), timed)
     drafts = 9 / (7 / 4)
@@ -71,9 +73,9 @@ def test_what_a_lookup_does_not_find_takes_plain_steps_at_every_length():
     )
 
 
-def test_costs_that_fall_with_the_draft_length_are_told_by_how_much():
-    """A pass over more tokens has more to do: after 617 ms, 437 ms deviate from their common 527
-    ms."""
+def test_costs_that_fall_with_the_draft_length_give_a_deviation():
+    """A pass over more tokens should not cost less: 617 ms, followed by 437 ms, deviate from their
+    mean of 527 ms."""
     timed = [RoundCost(k, verify_ms, 10 * k) for k, verify_ms in ((2, 617), (1, 514), (3, 437))]
     assert compute_deviation_from_rising(timed) == pytest.approx(617 / 527 - 1)
     rising = [RoundCost(k, 400 + k, k) for k in (1, 2, 3)]
@@ -81,11 +83,11 @@ def test_costs_that_fall_with_the_draft_length_are_told_by_how_much():
 
 
 def test_lengths_that_were_not_timed_are_left_out():
-    def lengths(*timed):
+    def list_lengths(*timed):
         return [
             point["k"]
             for point in compute_speedup_curve([10, 5, 3, 1], 10, STEP, RoundCost(3, 12, 3), timed)
         ]
 
-    assert lengths() == lengths(RoundCost(1, 1, 1)) == [0, 3]
-    assert lengths(RoundCost(1, 1, 1), RoundCost(3, 2, 2)) == [0, 1, 3]
+    assert list_lengths() == list_lengths(RoundCost(1, 1, 1)) == [0, 3]
+    assert list_lengths(RoundCost(1, 1, 1), RoundCost(3, 2, 2)) == [0, 1, 3]

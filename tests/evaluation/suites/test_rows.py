@@ -29,11 +29,11 @@ QUESTIONS = [
 COLUMNS = {"user": "turns", "id": "question_id", "category": "kind"}
 
 
-def jsonl(rows):
+def to_jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def parquet(rows):
+def to_parquet(rows):
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
     return buffer.getvalue()
@@ -42,33 +42,31 @@ def parquet(rows):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("q.jsonl", jsonl(QUESTIONS)),
-        ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)),
-        ("hf://q.parquet", parquet(QUESTIONS)),
+        ("q.jsonl", to_jsonl(QUESTIONS)),
+        ("q.jsonl.gz", gzip.compress(to_jsonl(QUESTIONS), mtime=0)),
+        ("hf://q.parquet", to_parquet(QUESTIONS)),
     ],
 )
-def test_the_same_rows_in_every_format(name, content):
+def test_every_format_gives_the_same_rows(name, content):
     first, second = parse_suite_file(name, content, COLUMNS)
     assert (first.id, first.category, first.kind) == ("7", "math", "messages")
     assert first.content == [{"role": "user", "content": "one and one"}]
     assert (second.id, second.content[0]["content"]) == ("8", "PLACEHOLDER: fetch me")
-    assert parse_suite_file(name, content, COLUMNS, "fetch me") == (
-        first,
-        second,
-    )  # placeholders begin so
+    # A row is left out only if its prompt begins with the placeholder.
+    assert parse_suite_file(name, content, COLUMNS, "fetch me") == (first, second)
     assert parse_suite_file(name, content, COLUMNS, "PLACEHOLDER") == (first,)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "columns", "got"),
     [
-        ("q.jsonl", jsonl(QUESTIONS), {"user": "turn"}, "q.jsonl:1 without the column turn"),
-        ("q.jsonl", jsonl([{"turns": []}]), {"user": "turns"}, "q.jsonl:1 with messages="),
+        ("q.jsonl", to_jsonl(QUESTIONS), {"user": "turn"}, "q.jsonl:1 without the column turn"),
+        ("q.jsonl", to_jsonl([{"turns": []}]), {"user": "turns"}, "q.jsonl:1 with messages="),
         ("q.jsonl.gz", b"no gzip", {}, "q.jsonl.gz: "),
-        ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)[:-9], COLUMNS, "q.jsonl.gz: "),
+        ("q.jsonl.gz", gzip.compress(to_jsonl(QUESTIONS), mtime=0)[:-9], COLUMNS, "q.jsonl.gz: "),
         (
             "q.jsonl.gz",
-            gzip.compress(jsonl(QUESTIONS), mtime=0)[:30] + bytes(9),
+            gzip.compress(to_jsonl(QUESTIONS), mtime=0)[:30] + bytes(9),
             COLUMNS,
             "q.jsonl.gz: ",
         ),
@@ -80,7 +78,7 @@ def test_the_same_rows_in_every_format(name, content):
         ),
         (
             "q.jsonl",
-            jsonl(QUESTIONS) + b'{"prompt": "\xe9"}\n',
+            to_jsonl(QUESTIONS) + b'{"prompt": "\xe9"}\n',
             COLUMNS,
             "q.jsonl: line 3: byte 0xe9, which is not UTF-8",
         ),
@@ -88,19 +86,24 @@ def test_the_same_rows_in_every_format(name, content):
         ("q.parquet", b"PAR1" + bytes(50) + b"PAR1", {}, "q.parquet: "),
         (
             "q.parquet",
-            parquet([{"prompt": "QQQQQQ"}]).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+            to_parquet([{"prompt": "QQQQQQ"}]).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"),
             {},
             "q.parquet: ",
         ),
-        ("q.parquet", parquet([{"prompt": ["a"]}]), {}, "q.parquet:1 with prompt="),
-        ("q.parquet", parquet([{"prompt": None}]), {}, "q.parquet:1 with prompt="),
-        ("q.parquet", parquet([{"messages": {"role": "user"}}]), {}, "q.parquet:1 with messages="),
-        ("q.parquet", parquet(QUESTIONS)[:-60] + bytes(60), {}, "q.parquet: "),
-        ("q.parquet", parquet([]), {}, "q.parquet, which is empty"),
-        ("q.jsonl", jsonl(QUESTIONS[1:]), COLUMNS, "q.jsonl, which is empty"),
+        ("q.parquet", to_parquet([{"prompt": ["a"]}]), {}, "q.parquet:1 with prompt="),
+        ("q.parquet", to_parquet([{"prompt": None}]), {}, "q.parquet:1 with prompt="),
+        (
+            "q.parquet",
+            to_parquet([{"messages": {"role": "user"}}]),
+            {},
+            "q.parquet:1 with messages=",
+        ),
+        ("q.parquet", to_parquet(QUESTIONS)[:-60] + bytes(60), {}, "q.parquet: "),
+        ("q.parquet", to_parquet([]), {}, "q.parquet, which is empty"),
+        ("q.jsonl", to_jsonl(QUESTIONS[1:]), COLUMNS, "q.jsonl, which is empty"),
     ],
 )
-def test_files_that_hold_no_prompts(name, content, columns, got):
+def test_a_file_without_readable_prompts_is_refused(name, content, columns, got):
     with at_most(3e8), refused("eval.suite", got):
         parse_suite_file(name, content, columns, "PLACEHOLDER")
 
@@ -109,15 +112,15 @@ def test_a_repeated_id_among_many_is_found_at_once():
     rows = [{"prompt": "p", "id": str(number)} for number in range(20_000)]
     start = time.process_time()
     with refused("eval.suite", "q.jsonl, in which several rows have the id 19999"):
-        parse_suite_file("q.jsonl", jsonl([*rows, rows[-1]]), {})
+        parse_suite_file("q.jsonl", to_jsonl([*rows, rows[-1]]), {})
     assert time.process_time() - start < 2
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One dataset with one parquet file, and one jsonl file that is no repository's."""
+    """A Hub of one dataset with one parquet file, and a jsonl file outside its repositories."""
 
     def do_GET(self):
-        body = parquet(QUESTIONS)
+        body = to_parquet(QUESTIONS)
         if self.path.startswith(f"/api/datasets/{DATASET}/paths-info") or self.path.startswith(
             f"/api/datasets/{DATASET}/tree"
         ):
@@ -129,7 +132,7 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path.startswith(f"/datasets/{DATASET}/resolve/{COMMIT}/test/0.parquet"):
             self._send(body, {"X-Repo-Commit": COMMIT, "ETag": '"1"'})
         elif self.path == "/question.jsonl":
-            self._send(jsonl(QUESTIONS))
+            self._send(to_jsonl(QUESTIONS))
         else:
             self._send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
 
@@ -149,7 +152,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_):
-        """Quiet: what the server says would be taken for the command's."""
+        """Print nothing: the lines of the server would be taken for the command's."""
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +180,17 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.long  # a process of its own
-def test_suites_on_the_hub_and_on_the_web(hub, tmp_path):
-    """With the right hash, with none, with a wrong one, and where nothing is."""
-    digest, of_web = (hashlib.sha256(kind(QUESTIONS)).hexdigest() for kind in (parquet, jsonl))
-    on_hub = f"hf://datasets/{DATASET}@{COMMIT}/test/0.parquet"
+def test_a_suite_loads_from_the_hub_and_from_the_web(hub, tmp_path):
+    """The right hash and no hash load the prompts; a wrong hash and a missing file are refused."""
+    digest, web_digest = (
+        hashlib.sha256(kind(QUESTIONS)).hexdigest() for kind in (to_parquet, to_jsonl)
+    )
+    hub_path = f"hf://datasets/{DATASET}@{COMMIT}/test/0.parquet"
     places = {
-        "pinned": (on_hub, digest),
-        "open": (on_hub, None),
-        "changed": (on_hub, "0" * 64),
-        "web": (f"{hub}/question.jsonl", of_web),
+        "pinned": (hub_path, digest),
+        "open": (hub_path, None),
+        "changed": (hub_path, "0" * 64),
+        "web": (f"{hub}/question.jsonl", web_digest),
         "gone": (f"{hub}/nothing.jsonl", None),
         "gone-too": ("hf://datasets/nobody/nothing@main/0.parquet", None),
     }
@@ -215,7 +220,7 @@ def test_suites_on_the_hub_and_on_the_web(hub, tmp_path):
     assert process.returncode == 0, process.stderr
     pinned, opened, changed, web, *gone = process.stdout.splitlines()
     assert pinned == opened == f"2 {digest} 7"
-    assert changed == f"eval.suite {on_hub} with sha256 {digest}"
-    assert web == f"2 {of_web} 7"
+    assert changed == f"eval.suite {hub_path} with sha256 {digest}"
+    assert web == f"2 {web_digest} 7"
     for message, name in zip(gone, ("gone", "gone-too"), strict=True):
         assert message.startswith(f"eval.suite: {places[name][0]} ")

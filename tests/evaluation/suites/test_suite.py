@@ -46,7 +46,7 @@ def write_suite(folder, rows, **changes):
     return path
 
 
-def prompts(path, tokenizer=None, **options):
+def tokenize_prompts(path, tokenizer=None, **options):
     return tokenize(
         load_suite(str(path)),
         tokenizer or tiny_tokenizer(),
@@ -62,7 +62,7 @@ def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
     assert [(row.id, row.category) for row in suite.rows] == [("1", "default"), ("2", "default")]
 
 
-def test_of_a_file_of_many_prompts_some_are_measured_and_it_says_so(tmp_path, caplog):
+def test_a_file_of_many_prompts_is_measured_in_part_and_the_log_says_so(tmp_path, caplog):
     (tmp_path / "mine.jsonl").write_text(
         "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(201))
     )
@@ -78,8 +78,8 @@ def test_of_a_file_of_many_prompts_some_are_measured_and_it_says_so(tmp_path, ca
     assert count_measured(load_suite("pico"), None) is None
 
 
-def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):
-    for name in (None, "pico", "mt-bench"):  # whose prompts are on the web
+def test_the_suite_of_a_training_is_checked_without_a_network(tmp_path):
+    for name in (None, "pico", "mt-bench"):  # the prompts of mt-bench are on the web
         check_suite(name)
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"promt": "ab"}])
     changed = write_suite(tmp_path, [{"prompt": "ab"}], sha256="0" * 64)
@@ -95,14 +95,14 @@ def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):
             check_suite(str(name))
 
 
-def test_the_three_kinds_of_prompts(tmp_path):
+def test_plain_prompts_texts_and_conversations_are_tokenized(tmp_path):
     rows = [
         {"prompt": "plain"},
         {"text": "x" * 100},
         {"messages": [{"role": "user", "content": "hi"}]},
     ]
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
-    plain, text, chat = prompts(write_jsonl(tmp_path / "s.jsonl", rows), tokenizer)
+    plain, text, chat = tokenize_prompts(write_jsonl(tmp_path / "s.jsonl", rows), tokenizer)
     assert plain.token_ids == tuple(tokenizer("plain")["input_ids"])
     assert (len(text.token_ids), text.text) == (32, "x" * 32)
     assert chat.text == tokenizer.apply_chat_template(
@@ -111,10 +111,10 @@ def test_the_three_kinds_of_prompts(tmp_path):
     assert chat.text.endswith("<|assistant|>\n")
     assert tokenizer.decode(chat.token_ids) == chat.text
     with refused("eval.suite", "prompt 3, a conversation"):
-        prompts(tmp_path / "s.jsonl")  # with a tokenizer that has no chat template
+        tokenize_prompts(tmp_path / "s.jsonl")  # with a tokenizer that has no chat template
 
 
-def test_rows_of_training_data_are_prompts(tmp_path):
+def test_rows_of_training_data_are_read_as_prompts(tmp_path):
     rows = [
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
         {"turns": [{"role": "user", "content": "hi"}]},
@@ -124,11 +124,13 @@ def test_rows_of_training_data_are_prompts(tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    read = load_suite(str(path)).rows
-    assert {row.kind for row in read} == {"messages"}
-    said = ["hi", "hi", "Translate.\n\nchat", "2 + 2?", "hi"]
-    assert [row.content for row in read] == [[{"role": "user", "content": text}] for text in said]
-    assert read[-1].reference == "hello"
+    suite_rows = load_suite(str(path)).rows
+    assert {row.kind for row in suite_rows} == {"messages"}
+    user_texts = ["hi", "hi", "Translate.\n\nchat", "2 + 2?", "hi"]
+    assert [row.content for row in suite_rows] == [
+        [{"role": "user", "content": text}] for text in user_texts
+    ]
+    assert suite_rows[-1].reference == "hello"
 
 
 @pytest.mark.parametrize("file", ["mt_bench/question.jsonl", "spec_bench/question.jsonl"])
@@ -136,13 +138,12 @@ def test_files_of_published_suites_are_read_as_they_are(file, shared_data):
     path = shared_data / "prompts" / file
     questions = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [row.content[-1]["content"] for row in load_suite(str(path)).rows] == [
-        it["turns"][0] for it in questions
+        question["turns"][0] for question in questions
     ]
 
 
 def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
-    """As independent rendering by the template gives it, with the tools; named by what the turn
-    is."""
+    """The prompts are those of the chat template with the tools; categories say what a turn is."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "system", "content": "Brief."},
@@ -170,32 +171,32 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         )["input_ids"]
         for turn in (2, 4, 6, 8)
     ]
-    of = {
+    expected_categories = {
         None: ["maths"] * 4,
         "kind": ["tool_call", "reasoning", "structured_output", "prose"],
         "turn": ["turn_1", "turn_2_to_3", "turn_2_to_3", "turn_4_to_7"],
     }
-    for categories, names in of.items():
+    for categories, names in expected_categories.items():
         path = write_suite(tmp_path, [row], turns="all", categories=categories)
-        made = prompts(path, tokenizer, max_length=1000)
-        assert [list(prompt.token_ids) for prompt in made] == expected and [
-            prompt.category for prompt in made
+        tokenized = tokenize_prompts(path, tokenizer, max_length=1000)
+        assert [list(prompt.token_ids) for prompt in tokenized] == expected and [
+            prompt.category for prompt in tokenized
         ] == names
-    assert [(prompt.id, prompt.cluster) for prompt in made] == [
+    assert [(prompt.id, prompt.cluster) for prompt in tokenized] == [
         ("a/1", "a"),
         ("a/2", "a"),
         ("a/3", "a"),
         ("a/4", "a"),
     ]
     with refused("eval.suite prompt a/1", "schemas of tools which the chat template ignores"):
-        prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
+        tokenize_prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
     with refused("turns", "all, although prompt 1 has no turns"):
-        prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
+        tokenize_prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
 
 
-def test_prompts_for_tools_are_read_in_the_forms_that_they_are_published_in(tmp_path):
-    """BFCL's, of which the first turn is measured, under the names of its columns or ours, and
-    ShareGPT's."""
+def test_prompts_with_tools_are_read_in_their_published_forms(tmp_path):
+    """The forms are ShareGPT's and BFCL's, whose first turn is measured; its columns may have their
+    own names or ours."""
     tools = [
         {
             "name": "area",
@@ -219,26 +220,30 @@ def test_prompts_for_tools_are_read_in_the_forms_that_they_are_published_in(tmp_
     expected = tokenizer.apply_chat_template(
         first, tools=schemas, tokenize=False, add_generation_prompt=True
     )
-    made = prompts(write_jsonl(tmp_path / "BFCL_v3.jsonl", rows), tokenizer, max_length=1000)
-    assert [(prompt.id, prompt.text) for prompt in made] == [
+    tokenized = tokenize_prompts(
+        write_jsonl(tmp_path / "BFCL_v3.jsonl", rows), tokenizer, max_length=1000
+    )
+    assert [(prompt.id, prompt.text) for prompt in tokenized] == [
         (name, expected) for name in ("live_simple_0-0-0", "multi_0", "3")
     ]
     mapped = write_suite(tmp_path, rows[:2], columns={"user": "question", "tools": "function"})
-    assert {prompt.text for prompt in prompts(mapped, tokenizer, max_length=1000)} == {expected}
+    assert {prompt.text for prompt in tokenize_prompts(mapped, tokenizer, max_length=1000)} == {
+        expected
+    }
     with refused("eval.suite", "s.jsonl:1 with messages="):
         load_suite(str(write_jsonl(tmp_path / "s.jsonl", [{"question": [[{"content": "q"}]]}])))
 
 
-def test_a_chat_target_given_plain_text_is_warned_of(tmp_path, caplog):
+def test_plain_text_for_a_chat_target_gives_a_warning(tmp_path, caplog):
     path = write_jsonl(tmp_path / "mine.jsonl", [{"text": "a b c " * 20}, {"user": "a"}])
-    prompts(path, tiny_tokenizer(CHAT_TEMPLATE))
+    tokenize_prompts(path, tiny_tokenizer(CHAT_TEMPLATE))
     (message,) = caplog.messages
     assert message.startswith(
         "1 prompts of mine.jsonl are plain text and cut to 32 tokens, although"
     )
 
 
-def test_a_question_to_program_shows_its_tests(tmp_path):
+def test_a_programming_question_shows_its_tests(tmp_path):
     row = {
         "task_id": 2,
         "text": "Add one.",
@@ -246,10 +251,10 @@ def test_a_question_to_program_shows_its_tests(tmp_path):
         "test_setup_code": "import os",
         "test_list": ["assert f(1) == 2", "assert f(2) == 3"],
     }
-    (made,) = load_suite(str(write_jsonl(tmp_path / "mbpp.jsonl", [row]))).rows
-    (message,) = made.content
+    (suite_row,) = load_suite(str(write_jsonl(tmp_path / "mbpp.jsonl", [row]))).rows
+    (message,) = suite_row.content
     assert (
-        made.id == "2"
+        suite_row.id == "2"
         and message["content"].startswith("Add one.")
         and "assert f(1) == 2" in message["content"]
     )
@@ -257,9 +262,9 @@ def test_a_question_to_program_shows_its_tests(tmp_path):
 
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 200}])
-    assert len(prompts(path, max_new_tokens=56)) == 1
+    assert len(tokenize_prompts(path, max_new_tokens=56)) == 1
     with refused("eval.suite", "prompt 1 of s with 200 tokens, and 57"):
-        prompts(path, max_new_tokens=57)
+        tokenize_prompts(path, max_new_tokens=57)
 
 
 def test_a_template_that_fails_is_refused(tmp_path):
@@ -270,21 +275,21 @@ def test_a_template_that_fails_is_refused(tmp_path):
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
     ):
         with refused("eval.suite prompt 1", "turns user: "):
-            prompts(path, tiny_tokenizer(template))
+            tokenize_prompts(path, tiny_tokenizer(template))
 
 
 def test_a_prompt_with_a_token_that_the_target_does_not_know_is_refused(tmp_path):
-    """As of a tokenizer that was given a token more than its model."""
+    """The tokenizer was given one token more than its model has."""
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "a b"}])
     tokenizer = tiny_tokenizer()
     num_known = len(tokenizer)
     tokenizer.add_tokens([" "])
     with refused("target.model", f"a tokenizer whose token ' ' in prompt 1 has the id {num_known}"):
-        prompts(path, tokenizer, vocab_size=num_known)
-    assert len(prompts(path, tokenizer, vocab_size=num_known + 1)) == 1
+        tokenize_prompts(path, tokenizer, vocab_size=num_known)
+    assert len(tokenize_prompts(path, tokenizer, vocab_size=num_known + 1)) == 1
 
 
-def cut(path, lengths, tokenizer=None, **options):
+def cut_suite_prompts(path, lengths, tokenizer=None, **options):
     room = {"max_new_tokens": 8, "max_length": 256, **options}
     return cut_prompts(load_suite(str(path)), tokenizer or tiny_tokenizer(), lengths, **room)
 
@@ -297,49 +302,50 @@ def test_long_prompts_are_cut_to_every_length(tmp_path):
         {"role": "user", "content": "why"},
     ]
     rows = [{"prompt": long}, {"text": long}, {"messages": chat}, {"prompt": "x" * 99}]
-    found = cut(
+    prompts_by_length = cut_suite_prompts(
         write_jsonl(tmp_path / "s.jsonl", rows),
         [100, 64],
         tokenizer := tiny_tokenizer(CHAT_TEMPLATE),
     )
-    for length, prompts in found.items():
+    for length, prompts in prompts_by_length.items():
         assert [prompt.id for prompt in prompts] == ["1", "2", "3"]
         plain, text, messages = prompts
         assert (plain.text, text.text) == (long[-length:], long[:length])
         assert len(messages.token_ids) == length
         assert messages.text.startswith("<|user|>\nshort<|end|><|assistant|>\n")
         assert messages.text.endswith(long[-20:] + "<|end|><|user|>\nwhy<|end|><|assistant|>\n")
-    assert tokenizer.decode(found[64][2].token_ids) == found[64][2].text
+    assert tokenizer.decode(prompts_by_length[64][2].token_ids) == prompts_by_length[64][2].text
     assert [
-        prompt.id for prompt in cut(tmp_path / "s.jsonl", [64], tokenizer, num_prompts=2)[64]
+        prompt.id
+        for prompt in cut_suite_prompts(tmp_path / "s.jsonl", [64], tokenizer, num_prompts=2)[64]
     ] == ["1", "3"]
 
 
-def test_a_cut_prompt_begins_as_a_text_does(tmp_path):
+def test_a_cut_prompt_keeps_the_first_token_of_a_text(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
     tokenizer.add_bos_token = True
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "abc" * 40}])
     if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
         pytest.fail("the tokenizer adds no first token, so this test would say nothing")
-    ((prompt,),) = cut(path, [32], tokenizer).values()
+    ((prompt,),) = cut_suite_prompts(path, [32], tokenizer).values()
     assert (prompt.token_ids[0], len(prompt.token_ids)) == (tokenizer.bos_token_id, 32)
 
 
-def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
+def test_a_context_longer_than_every_prompt_or_than_the_target_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 100}])
-    assert cut(path, []) == {}
-    assert [len(prompt.token_ids) for prompt in cut(path, [100])[100]] == [100]
+    assert cut_suite_prompts(path, []) == {}
+    assert [len(prompt.token_ids) for prompt in cut_suite_prompts(path, [100])[100]] == [100]
     with refused("eval.sweep.context", "128 tokens, but the longest prompt of s has 100"):
-        cut(path, [64, 128])
-    assert cut(write_jsonl(tmp_path / "l.jsonl", [{"prompt": "x" * 248}]), [248])[248]
+        cut_suite_prompts(path, [64, 128])
+    assert cut_suite_prompts(write_jsonl(tmp_path / "l.jsonl", [{"prompt": "x" * 248}]), [248])[248]
     with refused("eval.sweep.context", "249 tokens of context, and 8"):
-        cut(path, [249])
+        cut_suite_prompts(path, [249])
     chat = write_jsonl(
         tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}]
     )
     with refused("eval.sweep.context", "2 tokens, but prompt 1"):
-        cut(chat, [2, 40], tiny_tokenizer(CHAT_TEMPLATE))
+        cut_suite_prompts(chat, [2, 40], tiny_tokenizer(CHAT_TEMPLATE))
 
 
 def test_a_suite_may_name_its_sweep(tmp_path):
@@ -377,7 +383,7 @@ def test_a_suite_may_name_its_sweep(tmp_path):
         ),
     ],
 )
-def test_rows_that_hold_no_prompt(tmp_path, rows, got):
+def test_a_row_without_a_prompt_is_refused(tmp_path, rows, got):
     with refused("eval.suite", f"s.jsonl{got}"):
         load_suite(str(write_jsonl(tmp_path / "s.jsonl", rows)))
 
@@ -391,7 +397,7 @@ def test_rows_that_hold_no_prompt(tmp_path, rows, got):
         ({"prompts": "gone.jsonl"}, "eval.suite", ""),
     ],
 )
-def test_a_header_that_is_wrong(tmp_path, changes, key, got):
+def test_a_wrong_header_is_refused(tmp_path, changes, key, got):
     with refused(key, got):
         load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], **changes)))
 
@@ -403,7 +409,7 @@ def test_prompts_are_chosen_evenly_over_categories(tmp_path):
         for n in range(10)
     ]
     path = write_jsonl(tmp_path / "s.jsonl", rows)
-    assert [prompt.id for prompt in prompts(path, num_prompts=6)] == [
+    assert [prompt.id for prompt in tokenize_prompts(path, num_prompts=6)] == [
         "a0",
         "a5",
         "b0",
@@ -411,17 +417,17 @@ def test_prompts_are_chosen_evenly_over_categories(tmp_path):
         "c0",
         "c5",
     ]
-    assert len(prompts(path, num_prompts=7)) == 7
-    assert len(prompts(path, num_prompts=500)) == 30
+    assert len(tokenize_prompts(path, num_prompts=7)) == 7
+    assert len(tokenize_prompts(path, num_prompts=500)) == 30
     assert select_evenly([1, 2, 3, 4], ["a", "b", "b", "b"], 3) == [1, 2, 3]
     assert select_evenly([1, 2, 3, 4, 5], ["b", "a", "b", "b", "b"], 3) == [
         1,
         2,
         4,
-    ]  # in their order
+    ]  # in the order of the items
 
 
-def header_of(path):
+def read_header(path):
     return yaml.safe_load(path.read_text())
 
 
@@ -458,11 +464,11 @@ def header_of(path):
         ),
     ],
 )
-def test_suites_for_real_targets_are_what_their_hash_says(
+def test_the_suites_for_real_targets_match_their_hashes(
     shared_data, tmp_path, name, copy, num_rows, categories, first
 ):
-    """The suite as it ships, but for where the file is: the hash in it must be the copy's."""
-    header = header_of(SUITES / f"{name}.yaml")
+    """The shipped suite is read from a local copy of its file, which must have the shipped hash."""
+    header = read_header(SUITES / f"{name}.yaml")
     path = tmp_path / f"{name}.yaml"
     path.write_text(yaml.safe_dump({**header, "prompts": str(shared_data / "prompts" / copy)}))
     suite = load_suite(str(path))
