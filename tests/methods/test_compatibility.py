@@ -1,5 +1,4 @@
-"""Every command refuses the same drafts and warns of the same: faults in a draft, one at a time,
-and what six commands make of it."""
+"""Six commands agree about each fault of a draft: all refuse it, or all warn of it."""
 
 import hashlib
 import json
@@ -42,9 +41,11 @@ METHODS = ("eagle", "eagle3", "mtp", "early_exit", "dflash", "dspark", "draft_mo
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, a target with scaled rotary angles; texts to train on; a suite; a draft of each
-    method, two in measured runs."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, texts, a suite and a draft of each method.
+
+    The target has scaled rotary angles; two of the drafts are in measured runs.
+    """
     folder = tmp_path_factory.mktemp("compatibility")
     model = tiny_target_model(num_layers=8)
     model.config.rope_parameters = dict(LLAMA3)
@@ -68,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_draft(method: str, target: FrozenTarget) -> Any:
-    """A fresh draft, of one method with a pruned vocabulary."""
+    """Return a fresh draft of a method; that of EAGLE-3 has a pruned vocabulary."""
     if method == "early_exit":
         draft = build_exit(target)
         torch.nn.init.normal_(draft.layers[0].mlp.down_proj.weight)
@@ -84,14 +85,14 @@ def build_draft(method: str, target: FrozenTarget) -> Any:
     return draft
 
 
-def measure(place: Path, method: str) -> None:
+def measure(workspace: Path, method: str) -> None:
     """Leave the record and the report of a run next to its draft, as training and `eval` do."""
-    run = place / method
+    run = workspace / method
     keys = [
         f"method={method}",
-        f"target.model={place / 'model'}",
+        f"target.model={workspace / 'model'}",
         f"train.output_dir={run}",
-        f"eval.suite={place / 'suite.jsonl'}",
+        f"eval.suite={workspace / 'suite.jsonl'}",
     ]
     recipe = format_recipe(load_recipe(Recipe, [*keys, *SHORT]))
     (run / "run").mkdir()
@@ -116,7 +117,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 @pytest.fixture
 def checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring and training end after they have checked the draft."""
+    """Make measuring and training stop after they have checked the draft."""
 
     def stop(*arguments: Any, **options: Any) -> None:
         raise UserError("stopped", got="no fault", expected="one")
@@ -130,11 +131,17 @@ def checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """severity: `problem`, `warning` or `fine`. said: all that the command printed. code: its exit
-    code. key: of a refusal."""
+    """The answer of a command about a draft.
+
+    Attributes:
+        severity: `problem`, `warning` or `fine`.
+        output: All that the command printed.
+        code: Its exit code.
+        key: The key that a refusal names.
+    """
 
     severity: str
-    said: str
+    output: str
     code: int
     key: str | None = None
 
@@ -142,16 +149,16 @@ class Answer:
 REFUSED_BY = {"eval": "draft", "export": "draft", "acquire": "draft", "train": "draft.init"}
 
 
-def ask(method: str, run: Path, place: Path, hub: Hub, out: Path) -> dict[str, Answer]:
-    """What six commands make of a run's draft."""
-    draft, target = f"draft={run / 'draft'}", f"target={place / 'model'}"
+def run_commands(method: str, run: Path, workspace: Path, hub: Hub, out: Path) -> dict[str, Answer]:
+    """Return what each of six commands says about the draft of a run."""
+    draft, target = f"draft={run / 'draft'}", f"target={workspace / 'model'}"
     commands = {
         "eval": [
             f"method={method}",
             target,
             draft,
             f"output_dir={out / 'report'}",
-            f"suite={place / 'suite.jsonl'}",
+            f"suite={workspace / 'suite.jsonl'}",
             *SHORT,
         ],
         "doctor": [draft, target, "decode=false"],
@@ -160,7 +167,7 @@ def ask(method: str, run: Path, place: Path, hub: Hub, out: Path) -> dict[str, A
         "acquire": [f"method={method}", draft, target],
         "train": [
             f"method={method}",
-            *input_keys(place),
+            *input_keys(workspace),
             "data.regenerate=null",
             *SMALL,
             f"draft.init={run / 'draft'}",
@@ -171,20 +178,20 @@ def ask(method: str, run: Path, place: Path, hub: Hub, out: Path) -> dict[str, A
     for command, arguments in commands.items():
         with hub.client(out / "home"):
             done = specdistill(command, *arguments)
-        answers[command] = judge(command, done.returncode, done.stdout, done.stderr)
+        answers[command] = read_answer(command, done.returncode, done.stdout, done.stderr)
     return answers
 
 
-def judge(command: str, code: int, out: str, err: str) -> Answer:
-    """The severity of what a command says about a draft."""
-    said = " ".join((out + err).split())
+def read_answer(command: str, code: int, out: str, err: str) -> Answer:
+    """Return the severity of what a command says about a draft, its output, exit code and key."""
+    output = " ".join((out + err).split())
     if command == "doctor":
-        found = [
+        severities = [
             severity
             for severity in ("problem", "warning")
             if any(line.startswith(f"{severity}  ") for line in out.splitlines())
         ]
-        return Answer(found[0] if found else "fine", said, code)
+        return Answer(severities[0] if severities else "fine", output, code)
     key = refused_key(err) if code == 2 else None
     is_refused = (
         "not a draft for its target" in err
@@ -192,7 +199,7 @@ def judge(command: str, code: int, out: str, err: str) -> Answer:
         else key not in (None, "stopped")
     )
     warns = any(line.startswith("warning: ") for line in err.splitlines())
-    return Answer("problem" if is_refused else "warning" if warns else "fine", said, code, key)
+    return Answer("problem" if is_refused else "warning" if warns else "fine", output, code, key)
 
 
 # The faults
@@ -201,22 +208,24 @@ def judge(command: str, code: int, out: str, err: str) -> Answer:
 Change = Callable[[dict[str, Any], dict[str, Tensor], Path], Any]
 
 
-def says(**keys: Any) -> Change:
+def set_config(**keys: Any) -> Change:
     return lambda config, tensors, folder: config.update(keys)
 
 
-def holds(name: str, of: Callable[[Tensor], Tensor]) -> Change:
-    return lambda config, tensors, folder: tensors.update({name: of(tensors[name]).contiguous()})
+def change_tensor(name: str, transform: Callable[[Tensor], Tensor]) -> Change:
+    return lambda config, tensors, folder: tensors.update(
+        {name: transform(tensors[name]).contiguous()}
+    )
 
 
-def with_rope(theta: float, scaling: dict[str, Any] | None) -> Change:
-    """Another rotary embedding, the same in both spellings."""
+def set_rope(theta: float, scaling: dict[str, Any] | None) -> Change:
+    """Return a change to another rotary embedding, the same in both spellings."""
     newer = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
-    return says(rope_parameters=newer, rope_theta=theta, rope_scaling=scaling)
+    return set_config(rope_parameters=newer, rope_theta=theta, rope_scaling=scaling)
 
 
 def swap_ids(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    """200 tokens have another's id."""
+    """Swap the ids of 200 tokens in pairs."""
 
     def swap(tokenizer: Any) -> Any:
         vocabulary = tokenizer["model"]["vocab"]
@@ -228,23 +237,25 @@ def swap_ids(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -
     edit(folder / "tokenizer.json", swap)
 
 
-def lose_chat_token(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    def lose(tokenizer: Any) -> Any:
+def remove_chat_token(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    def remove(tokenizer: Any) -> Any:
         tokenizer["added_tokens"] = [
             token for token in tokenizer["added_tokens"] if token["content"] != "<|end|>"
         ]
         del tokenizer["model"]["vocab"]["<|end|>"]
         return tokenizer
 
-    edit(folder / "tokenizer.json", lose)
+    edit(folder / "tokenizer.json", remove)
     edit(
         folder / "tokenizer_config.json",
         lambda raw: raw | {"extra_special_tokens": raw["extra_special_tokens"][:-1]},
     )
 
 
-def make_plain(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    """A chat token is a token like any other."""
+def make_chat_token_ordinary(
+    config: dict[str, Any], tensors: dict[str, Tensor], folder: Path
+) -> None:
+    """Make a chat token a token like any other."""
 
     def unmark(tokenizer: Any) -> Any:
         tokenizer["added_tokens"] = [
@@ -259,13 +270,13 @@ def make_plain(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
     )
 
 
-def lose_tokenizer(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+def remove_tokenizer(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
     for path in [*folder.glob("tokenizer*"), *folder.glob("*.jinja")]:
         path.unlink()
 
 
-def with_rows(num_rows: int) -> Change:
-    """An embedding and a head of another number of rows, as config.json says."""
+def set_num_rows(num_rows: int) -> Change:
+    """Return a change of the number of rows of embedding, head and config.json."""
 
     def resize(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
         config["vocab_size"] = num_rows
@@ -275,126 +286,156 @@ def with_rows(num_rows: int) -> Change:
     return resize
 
 
-# after layers 2, 4 and 9 of 8
+# These ids name the outputs of layers 2, 4 and 9; the target has 8 layers.
 NESTED = {"eagle_config": {"use_aux_hidden_state": True, LAYERS: [1, 3, 8]}}
 FAULTS: dict[str, tuple[str, Change, str, str]] = {
-    # Of draft models
+    # Faults of draft models
     "200 swapped ids": ("draft_model", swap_ids, "problem", "with 200 differences"),
-    "a missing chat token": ("draft_model", lose_chat_token, "problem", "<|end|> is none"),
-    "a chat token that is not special": ("draft_model", make_plain, "problem", "<|end|>"),
-    "no tokenizer": ("draft_model", lose_tokenizer, "problem", "without the files of a tokenizer"),
+    "a missing chat token": ("draft_model", remove_chat_token, "problem", "<|end|> is none"),
+    "a chat token that is not special": (
+        "draft_model",
+        make_chat_token_ordinary,
+        "problem",
+        "<|end|>",
+    ),
+    "no tokenizer": (
+        "draft_model",
+        remove_tokenizer,
+        "problem",
+        "without the files of a tokenizer",
+    ),
     "no tokenizer, of a class that makes an empty one": (
         "draft_model",
         lambda config, tensors, folder: (
-            lose_tokenizer(config, tensors, folder),
+            remove_tokenizer(config, tensors, folder),
             config.update(model_type="qwen3"),
         ),
         "problem",
         "without the files of a tokenizer",
     ),
-    "too few rows": ("draft_model", with_rows(200), "problem", "no row for 60 tokens"),
+    "too few rows": ("draft_model", set_num_rows(200), "problem", "no row for 60 tokens"),
     "a width that the weights do not have": (
         "draft_model",
-        says(vocab_size=264),
+        set_config(vocab_size=264),
         "problem",
         "of shape (260, 64)",
     ),
     "a shorter context": (
         "draft_model",
-        says(max_position_embeddings=128),
+        set_config(max_position_embeddings=128),
         "warning",
         "is 128 tokens, the target's 256",
     ),
-    "a rotary base of its own": ("draft_model", with_rope(5000.0, None), "fine", ""),
-    "two rotary bases": ("draft_model", says(rope_theta=500.0), "problem", "rope_theta 500.0"),
+    "a rotary base of its own": ("draft_model", set_rope(5000.0, None), "fine", ""),
+    "two rotary bases": (
+        "draft_model",
+        set_config(rope_theta=500.0),
+        "problem",
+        "rope_theta 500.0",
+    ),
     "two rotary scalings": (
         "draft_model",
-        says(rope_scaling={**SCALING, "factor": 2.0}),
+        set_config(rope_scaling={**SCALING, "factor": 2.0}),
         "problem",
         "factor 2.0",
     ),
     "another dtype": (
         "draft_model",
-        says(dtype="float16"),
+        set_config(dtype="float16"),
         "warning",
         "float16, the weights are float32",
     ),
-    # Of heads
+    # Faults of heads
     "d2t points past the vocabulary": (
         "eagle3",
-        holds("d2t", lambda d2t: d2t + 240),
+        change_tensor("d2t", lambda d2t: d2t + 240),
         "problem",
         "d2t",
     ),
     "d2t points before the vocabulary": (
         "eagle3",
-        holds("d2t", lambda d2t: d2t - 6),
+        change_tensor("d2t", lambda d2t: d2t - 6),
         "problem",
         "d2t",
     ),
-    "d2t does not ascend": ("eagle3", holds("d2t", lambda d2t: d2t.flip(0)), "problem", "d2t"),
+    "d2t does not ascend": (
+        "eagle3",
+        change_tensor("d2t", lambda d2t: d2t.flip(0)),
+        "problem",
+        "d2t",
+    ),
     "d2t of another size": (
         "eagle3",
-        holds("d2t", lambda d2t: d2t[:-1]),
+        change_tensor("d2t", lambda d2t: d2t[:-1]),
         "problem",
         "d2t of shape (24,)",
     ),
     "t2d marks other tokens": (
         "eagle3",
-        holds("t2d", lambda t2d: t2d.roll(1)),
+        change_tensor("t2d", lambda t2d: t2d.roll(1)),
         "problem",
         "d2t and t2d",
     ),
     "t2d of another size": (
         "eagle3",
-        holds("t2d", lambda t2d: t2d[:-1]),
+        change_tensor("t2d", lambda t2d: t2d[:-1]),
         "problem",
         "t2d of shape (259,)",
     ),
-    "another vocabulary": ("eagle3", says(vocab_size=264), "problem", "vocab_size 264"),
-    "another width": ("eagle3", says(target_hidden_size=32), "problem", "target_hidden_size 32"),
-    "layers that the target lacks": ("eagle3", says(**NESTED), "problem", "[2, 4, 9]"),
-    "another depth": ("eagle3", says(num_target_layers=9), "problem", "num_target_layers 9"),
+    "another vocabulary": ("eagle3", set_config(vocab_size=264), "problem", "vocab_size 264"),
+    "another width": (
+        "eagle3",
+        set_config(target_hidden_size=32),
+        "problem",
+        "target_hidden_size 32",
+    ),
+    "layers that the target lacks": ("eagle3", set_config(**NESTED), "problem", "[2, 4, 9]"),
+    "another depth": ("eagle3", set_config(num_target_layers=9), "problem", "num_target_layers 9"),
     "a head's shorter context": (
         "eagle3",
-        says(max_position_embeddings=128),
+        set_config(max_position_embeddings=128),
         "warning",
         "is 128 tokens, the target's 256",
     ),
     "a head's own rotary base": (
         "eagle3",
-        with_rope(500.0, SCALING),
+        set_rope(500.0, SCALING),
         "warning",
         "(rope_theta) is 500.0",
     ),
     "no rotary scaling": (
         "eagle3",
-        with_rope(10000.0, None),
+        set_rope(10000.0, None),
         "warning",
         "(rope_type) is default, the target's llama3",
     ),
     "no rotary scaling in the older spelling": (
         "eagle3",
-        says(rope_scaling=None),
+        set_config(rope_scaling=None),
         "problem",
         "rope_type default in rope_theta",
     ),
     "another factor": (
         "eagle3",
-        with_rope(10000.0, {**SCALING, "factor": 16.0}),
+        set_rope(10000.0, {**SCALING, "factor": 16.0}),
         "warning",
         "(factor) is 16.0, the target's 8.0",
     ),
     "another factor in the older spelling": (
         "eagle3",
-        says(rope_scaling={**SCALING, "factor": 16.0}),
+        set_config(rope_scaling={**SCALING, "factor": 16.0}),
         "problem",
         "factor 8.0 in rope_parameters, and factor 16.0",
     ),
-    "a head's two rotary bases": ("eagle3", says(rope_theta=500.0), "problem", "rope_theta 500.0"),
+    "a head's two rotary bases": (
+        "eagle3",
+        set_config(rope_theta=500.0),
+        "problem",
+        "rope_theta 500.0",
+    ),
     "a head's other dtype": (
         "eagle3",
-        says(torch_dtype="float16"),
+        set_config(torch_dtype="float16"),
         "warning",
         "float16, the weights are bfloat16",
     ),
@@ -413,11 +454,11 @@ def change_draft(draft: Path, change: Change) -> None:
 
 @pytest.mark.parametrize(("method", "change", "severity", "what"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_found(
-    method: str, change: Change, severity: str, what: str, place: Path, tmp_path: Path
+    method: str, change: Change, severity: str, what: str, workspace: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(place / method / "draft", tmp_path / "draft")
+    shutil.copytree(workspace / method / "draft", tmp_path / "draft")
     change_draft(tmp_path / "draft", change)
-    target = TargetFiles(str(place / "model"))
+    target = TargetFiles(str(workspace / "model"))
     if severity == "problem":
         with refused("draft", holds=what):
             check_draft(method, tmp_path / "draft", target, "draft")
@@ -428,7 +469,7 @@ def test_a_fault_is_found(
     assert all(what in finding.what for finding in findings)
 
 
-# Refusals and warnings of what config.json, tensors and tokenizer say, of a model and of a head.
+# Refusals and warnings about config.json, tensors and tokenizer, for a model and for a head.
 QUICK_FAULTS = (
     "200 swapped ids",
     "no tokenizer",
@@ -452,18 +493,18 @@ def test_six_commands_agree_about_a_fault(
     change: Change,
     severity: str,
     what: str,
-    place: Path,
+    workspace: Path,
     hub: Hub,
     checks_alone: None,
     tmp_path: Path,
 ) -> None:
-    shutil.copytree(place / method, tmp_path / method)
+    shutil.copytree(workspace / method, tmp_path / method)
     change_draft(tmp_path / method / "draft", change)
-    answers = ask(method, tmp_path / method, place, hub, tmp_path / "out")
+    answers = run_commands(method, tmp_path / method, workspace, hub, tmp_path / "out")
     assert {command: answer.severity for command, answer in answers.items()} == dict.fromkeys(
         answers, severity
     )
-    assert {command: what in answer.said for command, answer in answers.items()} == dict.fromkeys(
+    assert {command: what in answer.output for command, answer in answers.items()} == dict.fromkeys(
         answers, True
     )
     if severity == "problem":
@@ -472,24 +513,26 @@ def test_six_commands_agree_about_a_fault(
         assert not (tmp_path / "out" / "vllm").exists()
     else:
         assert {answers[command].code for command in ("doctor", "export", "acquire")} == {0}
-        # Each says it once, and so does what goes with the draft.
-        told = [
-            command for command, answer in answers.items() if what and answer.said.count(what) != 1
+        # Each command gives the warning once, and SERVE.md, which ships with the draft, has it.
+        miscounting_commands = [
+            command
+            for command, answer in answers.items()
+            if what and answer.output.count(what) != 1
         ]
-        assert told == []
+        assert miscounting_commands == []
         assert what in (tmp_path / "out" / "vllm" / "SERVE.md").read_text()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "gguf"])
 @pytest.mark.parametrize("fault", ["200 swapped ids", "a missing chat token", "no tokenizer"])
 def test_no_engine_is_given_a_draft_with_another_tokenizer(
-    engine: str, fault: str, place: Path, tmp_path: Path
+    engine: str, fault: str, workspace: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(place / "draft_model" / "draft", tmp_path / "draft")
+    shutil.copytree(workspace / "draft_model" / "draft", tmp_path / "draft")
     change_draft(tmp_path / "draft", FAULTS[fault][1])
     keys = [
         f"draft={tmp_path / 'draft'}",
-        f"target={place / 'model'}",
+        f"target={workspace / 'model'}",
         f"engine={engine}",
         f"output_dir={tmp_path / 'out'}",
     ]
@@ -499,31 +542,34 @@ def test_no_engine_is_given_a_draft_with_another_tokenizer(
     ).exists()
 
 
-def test_other_padding_is_told_everywhere_and_refused_by_engines(
-    place: Path, hub: Hub, checks_alone: None, tmp_path: Path
+def test_commands_warn_of_other_padding_and_engines_refuse_it(
+    workspace: Path, hub: Hub, checks_alone: None, tmp_path: Path
 ) -> None:
-    """The tokens are the same: what decodes here drafts over them, and training makes the tables as
-    wide as the target's."""
-    shutil.copytree(place / "draft_model", tmp_path / "run")
-    change_draft(tmp_path / "run" / "draft", with_rows(264))
-    answers = ask("draft_model", tmp_path / "run", place, hub, tmp_path / "out")
+    """The tokens are the same, so the draft decodes here, and training resizes its tables."""
+    shutil.copytree(workspace / "draft_model", tmp_path / "run")
+    change_draft(tmp_path / "run" / "draft", set_num_rows(264))
+    answers = run_commands("draft_model", tmp_path / "run", workspace, hub, tmp_path / "out")
     assert answers.pop("export").key == "engine"
     assert {answer.severity for answer in answers.values()} == {"warning"}
-    assert all("is 264 wide, the target's 260" in answer.said for answer in answers.values())
+    assert all("is 264 wide, the target's 260" in answer.output for answer in answers.values())
 
 
 # Drafts of another tokenizer
 
 
-def test_a_translated_draft_decodes_here_and_goes_to_no_engine(
-    place: Path, checks_alone: None, tmp_path: Path
+def test_a_translated_draft_decodes_here_and_is_refused_by_engines(
+    workspace: Path, checks_alone: None, tmp_path: Path
 ) -> None:
-    shutil.copytree(place / "draft_model" / "draft", tmp_path / "draft")
+    shutil.copytree(workspace / "draft_model" / "draft", tmp_path / "draft")
     change_draft(tmp_path / "draft", swap_ids)
-    keys = [f"target={place / 'model'}", f"draft={tmp_path / 'draft'}"]
+    keys = [f"target={workspace / 'model'}", f"draft={tmp_path / 'draft'}"]
     translated = "heterogeneous_vocab=true"
     evaluated = specdistill(
-        "eval", *keys, "method=draft_model", f"suite={place / 'suite.jsonl'}", f"eval.{translated}"
+        "eval",
+        *keys,
+        "method=draft_model",
+        f"suite={workspace / 'suite.jsonl'}",
+        f"eval.{translated}",
     )
     assert refused_key(evaluated.stderr) == "stopped"  # after the check
     assert specdistill("doctor", *keys, "decode=false", translated).returncode == 0
@@ -536,25 +582,25 @@ def test_a_translated_draft_decodes_here_and_goes_to_no_engine(
     assert refused_key(exported.stderr) == "draft" and "heterogeneous_vocab" not in exported.stderr
 
 
-# What is sound
+# Sound drafts
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sound_draft_of_each_method_passes_in_silence(
-    method: str, place: Path, tmp_path: Path
+    method: str, workspace: Path, tmp_path: Path
 ) -> None:
-    keys = [f"draft={place / method / 'draft'}", f"target={place / 'model'}"]
+    keys = [f"draft={workspace / method / 'draft'}", f"target={workspace / 'model'}"]
     examined = specdistill("doctor", *keys, "decode=false")
     assert examined.returncode == 0 and examined.stdout.splitlines()[-1] == "no problem found"
     acquired = specdistill("acquire", f"method={method}", *keys)
     assert acquired.returncode == 0 and "warning" not in acquired.stderr
     exported = specdistill("export", *keys, "engine=vllm", f"output_dir={tmp_path / 'out'}")
-    if method in ("early_exit", "mtp"):  # no engine loads one, and none does of a Llama
+    if method in ("early_exit", "mtp"):  # no engine loads an exit, or an MTP layer of a Llama
         assert refused_key(exported.stderr) == "engine"
     else:
         assert exported.returncode == 0 and "warning" not in exported.stderr
         assert (
-            f"Checked against {place / 'model'}: no warnings."
+            f"Checked against {workspace / 'model'}: no warnings."
             in (tmp_path / "out" / "SERVE.md").read_text()
         )
 
@@ -565,9 +611,9 @@ def test_a_sound_draft_of_each_method_passes_in_silence(
     ["draft_model", pytest.param("eagle3", marks=pytest.mark.long)],
 )
 def test_six_commands_are_silent_about_a_sound_draft(
-    method: str, place: Path, hub: Hub, checks_alone: None, tmp_path: Path
+    method: str, workspace: Path, hub: Hub, checks_alone: None, tmp_path: Path
 ) -> None:
-    answers = ask(method, place / method, place, hub, tmp_path / "out")
+    answers = run_commands(method, workspace / method, workspace, hub, tmp_path / "out")
     assert {command: answer.severity for command, answer in answers.items()} == dict.fromkeys(
         answers, "fine"
     )
@@ -586,20 +632,22 @@ def test_six_commands_are_silent_about_a_sound_draft(
 )
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
 def test_the_target_may_spell_its_rotary_embedding_otherwise(
-    method: str, spelling: dict[str, Any], place: Path, tmp_path: Path
+    method: str, spelling: dict[str, Any], workspace: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(place / "model", tmp_path / "model")
+    shutil.copytree(workspace / "model", tmp_path / "model")
     edit(tmp_path / "model" / "config.json", lambda config: config | spelling)
     assert (
-        check_draft(method, place / method / "draft", TargetFiles(str(tmp_path / "model")), "draft")
+        check_draft(
+            method, workspace / method / "draft", TargetFiles(str(tmp_path / "model")), "draft"
+        )
         == []
     )
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_maps_of_block_drafters_are_checked(method: str, place: Path, tmp_path: Path) -> None:
-    """Their files may have a t2d, of which their readers make no use."""
-    target = FrozenTarget.load(str(place / "model"))
+def test_maps_of_block_drafters_are_checked(method: str, workspace: Path, tmp_path: Path) -> None:
+    """Files of block drafters may hold a t2d, which their readers ignore."""
+    target = FrozenTarget.load(str(workspace / "model"))
     marks = torch.isin(torch.arange(260), PRUNED)
     pruned = build_block(method, target, draft_vocabulary=PRUNED)
     for name, t2d, is_right in (
@@ -619,18 +667,18 @@ def test_maps_of_block_drafters_are_checked(method: str, place: Path, tmp_path: 
                 check_draft(method, tmp_path / name, target.files, "draft")
 
 
-def in_layers_config(method: str, keys: dict[str, Any]) -> Change:
-    """Other keys in the part of config.json that has the layers' sizes."""
+def set_layers_config(method: str, keys: dict[str, Any]) -> Change:
+    """Return a change of keys in the part of config.json that has the sizes of the layers."""
     return lambda config, tensors, folder: (
         config["text_config"] if method == "mtp" else config
     ).update(keys)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
-def test_rotary_scaling_is_compared_for_all_that_read_the_targets_states(
-    method: str, place: Path, tmp_path: Path
+def test_rotary_scaling_is_compared_for_every_head_that_reads_target_states(
+    method: str, workspace: Path, tmp_path: Path
 ) -> None:
-    target = TargetFiles(str(place / "model"))
+    target = TargetFiles(str(workspace / "model"))
     removed = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         "rope_scaling": None,
@@ -644,44 +692,44 @@ def test_rotary_scaling_is_compared_for_all_that_read_the_targets_states(
         ("removed", removed, "(rope_type) is default"),
         ("factor", factor, "(factor) is 2.0"),
     ):
-        shutil.copytree(place / method / "draft", tmp_path / name)
-        change_draft(tmp_path / name, in_layers_config(method, keys))
+        shutil.copytree(workspace / method / "draft", tmp_path / name)
+        change_draft(tmp_path / name, set_layers_config(method, keys))
         (finding,) = check_draft(method, tmp_path / name, target, "draft")
         assert finding.severity == "warning" and what in finding.what
-    shutil.copytree(place / method / "draft", tmp_path / "both")
+    shutil.copytree(workspace / method / "draft", tmp_path / "both")
     change_draft(
         tmp_path / "both",
-        in_layers_config(method, {"rope_scaling": factor["rope_scaling"], "rope_theta": 1e4}),
+        set_layers_config(method, {"rope_scaling": factor["rope_scaling"], "rope_theta": 1e4}),
     )
     with refused("draft", holds="factor 8.0 in rope_parameters, and factor 2.0"):
         check_draft(method, tmp_path / "both", target, "draft")
 
 
 def test_a_head_may_have_the_rotary_embedding_of_any_kind_of_layer(
-    place: Path, tmp_path: Path
+    workspace: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(place / "model", tmp_path / "model")
+    shutil.copytree(workspace / "model", tmp_path / "model")
     kinds = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": dict(LLAMA3),
     }
     edit(tmp_path / "model" / "config.json", lambda config: config | {"rope_parameters": kinds})
     target = TargetFiles(str(tmp_path / "model"))
-    assert check_draft("eagle3", place / "eagle3" / "draft", target, "draft") == []
+    assert check_draft("eagle3", workspace / "eagle3" / "draft", target, "draft") == []
     edit(
         tmp_path / "model" / "config.json",
         lambda config: config | {"rope_parameters": {"full_attention": kinds["full_attention"]}},
     )
     findings = check_draft(
-        "eagle3", place / "eagle3" / "draft", TargetFiles(str(tmp_path / "model")), "draft"
+        "eagle3", workspace / "eagle3" / "draft", TargetFiles(str(tmp_path / "model")), "draft"
     )
-    # base and kind
+    # one for the base and one for the kind
     assert {finding.severity for finding in findings} == {"warning"} and len(findings) == 2
 
 
-def test_tokens_that_no_text_holds_need_no_row(place: Path, tmp_path: Path) -> None:
-    """As the token of images in a tokenizer that a family's text models share."""
-    shutil.copytree(place / "draft_model" / "draft", tmp_path / "draft")
+def test_tokens_that_no_text_holds_need_no_row(workspace: Path, tmp_path: Path) -> None:
+    """An example is the image token in a tokenizer that a family's text models share."""
+    shutil.copytree(workspace / "draft_model" / "draft", tmp_path / "draft")
     tokenizer = tiny_tokenizer(TEMPLATE)
     tokenizer.add_tokens(["<|image|>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "draft")
@@ -693,10 +741,10 @@ def test_tokens_that_no_text_holds_need_no_row(place: Path, tmp_path: Path) -> N
 
 
 def test_an_export_without_a_target_says_that_it_was_not_checked(
-    place: Path, tmp_path: Path
+    workspace: Path, tmp_path: Path
 ) -> None:
     keys = [
-        f"draft={place / 'draft_model' / 'draft'}",
+        f"draft={workspace / 'draft_model' / 'draft'}",
         "engine=sglang",
         f"output_dir={tmp_path / 'out'}",
     ]

@@ -1,5 +1,7 @@
-"""Which loss tokens each method learns, and from where: compared with the definitions by
-enumeration, over masks of any shape."""
+"""Each method learns the loss tokens of its definition, and from the positions that it names.
+
+The tests enumerate the definitions over loss masks of any shape.
+"""
 
 import random
 from collections import Counter
@@ -19,7 +21,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import packed_rows
 
 K = 5
-# Keys of small drafts. Of PARD no mask is dropped, so that all can be counted.
+# Keys of small drafts. PARD drops no mask, so that all can be counted.
 KEYS = {
     "eagle3": [f"draft.ttt_steps={K}"],
     "eagle": [f"draft.ttt_steps={K}"],
@@ -36,13 +38,15 @@ assert set(KEYS) == {name for name, method in METHODS.items() if method.is_train
 Pairs = set[tuple[int, int]]
 
 
-def batch_of(rows: dict[str, list[list[int]]]) -> dict[str, Any]:
+def build_batch(rows: dict[str, list[list[int]]]) -> dict[str, Any]:
     return index_batch({name: torch.tensor(rows[name]) for name in COLUMNS})
 
 
-def random_batch(seed: int) -> dict[str, Any]:
-    """Three rows of documents of 1 to 9 tokens and padding, whose masks are of all shapes: lone
-    tokens, gaps, all or none."""
+def make_random_batch(seed: int) -> dict[str, Any]:
+    """Return three rows of documents of 1 to 9 tokens and padding.
+
+    Their loss masks are of all shapes: lone tokens, gaps, all or none.
+    """
     generator = random.Random(seed)
     rows: dict[str, list[list[int]]] = {name: [] for name in COLUMNS}
     for _ in range(3):
@@ -59,12 +63,14 @@ def random_batch(seed: int) -> dict[str, Any]:
         rows["position_ids"].append(
             [place for tokens in lengths for place in range(tokens)] + [0] * padding
         )
-    return batch_of(rows)
+    return build_batch(rows)
 
 
-def learned_by_blocks(batch: dict[str, Any]) -> Pairs:
-    """Token t and j of all blocks: the tokens t + 1 to t + j are in the document of t and carry
-    loss."""
+def list_block_pairs(batch: dict[str, Any]) -> Pairs:
+    """Return each token t and distance j that blocks learn.
+
+    The tokens t + 1 to t + j are in the document of t and carry loss.
+    """
     pairs = set()
     masks, documents = batch["loss_mask"].tolist(), batch["document_ids"].tolist()
     length = len(masks[0])
@@ -79,12 +85,12 @@ def learned_by_blocks(batch: dict[str, Any]) -> Pairs:
     return pairs
 
 
-def learned_with_tokens_before(batch: dict[str, Any], least: int) -> int:
-    """The loss tokens that have at least this many tokens of their document before them."""
+def count_tokens_with_context(batch: dict[str, Any], least: int) -> int:
+    """Count the loss tokens with at least `least` tokens of their document before them."""
     return int(((batch["loss_mask"] == 1) & (batch["position_ids"] >= least)).sum())
 
 
-def objective_of(method: str, target: FrozenTarget) -> Any:
+def build_objective(method: str, target: FrozenTarget) -> Any:
     common = [f"method={method}", "target.model=tiny", "data.source=x", "train.output_dir=x"]
     recipe = check_trainable(
         load_recipe(Recipe, [*common, *KEYS[method], "eval.num_speculative_tokens=3"])
@@ -95,8 +101,8 @@ def objective_of(method: str, target: FrozenTarget) -> Any:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_slots_that_blocks_and_masks_learn_are_those_of_the_definition(seed: int) -> None:
-    batch = random_batch(seed)
-    expected = learned_by_blocks(batch)
+    batch = make_random_batch(seed)
+    expected = list_block_pairs(batch)
     anchors, is_learned = draw_blocks(batch, 64, K, seed)
     slots = [(int(anchors[n]), k + 1) for n, k in is_learned.nonzero().tolist()]
     assert len(slots) == len(set(slots)) and set(slots) == expected
@@ -110,21 +116,21 @@ def test_the_slots_that_blocks_and_masks_learn_are_those_of_the_definition(seed:
     assert len(masks) == len(set(masks)) and {*masks, *tokens} == expected
     labels = {anchor + j for anchor, j in slots}
     # every loss token that a draft can be asked for
-    assert len(labels) == learned_with_tokens_before(batch, 1)
+    assert len(labels) == count_tokens_with_context(batch, 1)
 
 
 @pytest.mark.parametrize("method", KEYS)
 def test_each_method_learns_as_many_tokens_as_its_definition_says(
     method: str, target: FrozenTarget
 ) -> None:
-    objective = objective_of(method, target).eval()
+    objective = build_objective(method, target).eval()
     for seed in range(4):
-        batch = random_batch(seed)
-        expected = [learned_with_tokens_before(batch, 1)]
+        batch = make_random_batch(seed)
+        expected = [count_tokens_with_context(batch, 1)]
         if method in HEADS:
-            expected = [learned_with_tokens_before(batch, 2 + k) for k in range(K)]
+            expected = [count_tokens_with_context(batch, 2 + k) for k in range(K)]
         if method in BLOCKS:
-            pairs = learned_by_blocks(batch)
+            pairs = list_block_pairs(batch)
             expected = [sum(j == k for _, j in pairs) for k in range(1, K + 1)]
         prepared = objective.prepare(batch, None)
         with torch.no_grad():
@@ -139,13 +145,12 @@ def test_each_method_learns_as_many_tokens_as_its_definition_says(
 def test_one_step_on_rows_with_one_loss_token_learns(
     method: str, place: int, target: FrozenTarget
 ) -> None:
-    """In the middle of a row of one document, at its end, and at the first place that every method
-    can predict."""
+    """The loss token is inside a row, at its end or at the first place that all methods predict."""
     rows = [[random.Random(row).randint(4, 250) for _ in range(12)] for row in range(4)]
     packed = packed_rows(rows)[:]
     packed["loss_mask"] = [[int(column == place) for column in range(12)]] * 4
-    objective = objective_of(method, target).train()
-    batch = objective.prepare(batch_of(packed), 0)
+    objective = build_objective(method, target).train()
+    batch = objective.prepare(build_batch(packed), 0)
     total, _ = objective(**batch, **objective.read_target(target, batch))
     (total.sum() / objective.count_loss_tokens(batch).sum()).backward()
     gradients = [
@@ -156,17 +161,19 @@ def test_one_step_on_rows_with_one_loss_token_learns(
     assert float(total.detach().sum()) > 0 and float(sum(gradients)) > 0
 
 
-def test_of_too_many_anchors_each_is_drawn_as_often_as_another() -> None:
-    """24 tokens can be anchors and 6 are drawn: each in a quarter of 2,000 draws, by the binomial's
-    five standard deviations."""
+def test_anchors_are_drawn_equally_often_when_there_are_too_many() -> None:
+    """Six of 24 possible anchors are drawn, so each is in a quarter of 2,000 draws.
+
+    The tolerance is five standard deviations of the binomial distribution.
+    """
     packed = packed_rows([list(range(4, 40)), list(range(4, 40))])[:]
     packed["loss_mask"] = [[column % 3 == 1 for column in range(36)]] * 2
-    batch = batch_of(packed)
+    batch = build_batch(packed)
     counts: Counter[int] = Counter()
     for seed in range(2000):
         anchors, is_learned = draw_blocks(batch, 3, K, seed)
         drawn = anchors[is_learned[:, 0]].tolist()
         assert len(set(drawn)) == len(drawn) == 6
         counts.update(drawn)
-    assert set(counts) == {anchor for anchor, _ in learned_by_blocks(batch)}
+    assert set(counts) == {anchor for anchor, _ in list_block_pairs(batch)}
     assert all(abs(count - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for count in counts.values())

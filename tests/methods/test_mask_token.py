@@ -1,5 +1,4 @@
-"""The mask of methods that fill masks: a token that texts do not hold, and what is said of one that
-they do."""
+"""The mask of methods that fill masks: a token that no text holds, and warnings about others."""
 
 import logging
 import re
@@ -27,14 +26,14 @@ METHODS_WITH_MASKS = {
     "pard": ["draft.num_layers=1", "draft.parallel_tokens=3"],
 }
 END, USER, TURN_END, WORD, RARE = 0, 1, 3, 40, 41
-# Token 40 is half of what is there, <|user|> begins each row, 41 is there once.
+# Token 40 is half of the tokens, <|user|> begins each row, 41 occurs once.
 ROWS = packed_rows([[USER, WORD, WORD, 50 + row] for row in range(19)] + [[USER, WORD, WORD, RARE]])
 TEXTS = packed_rows([[WORD, WORD, 50 + row] for row in range(20)])
 
 
 @pytest.fixture(scope="module")
 def chat_target() -> FrozenTarget:
-    """<|endoftext|> and <|end|> end its generations."""
+    """A target that ends its generations with <|endoftext|> or <|end|>."""
     model = tiny_target_model()
     model.generation_config.eos_token_id = [END, TURN_END]
     return FrozenTarget(
@@ -42,31 +41,31 @@ def chat_target() -> FrozenTarget:
     )
 
 
-def draft_of(method: str, target: FrozenTarget, rows: Dataset, *keys: str) -> Any:
+def build_draft(method: str, target: FrozenTarget, rows: Dataset, *keys: str) -> Any:
     common = [f"method={method}", "target.model=tiny", "data.source=x", "train.output_dir=x"]
-    own = [
+    method_keys = [
         key
         for key in METHODS_WITH_MASKS[method]
         if "draft.init" not in str(keys) or "num_layers" not in key
     ]
-    return create_draft(load_recipe(Recipe, [*common, *own, *keys]), target, rows)
+    return create_draft(load_recipe(Recipe, [*common, *method_keys, *keys]), target, rows)
 
 
-def mask_of(draft: Any) -> int:
+def get_mask(draft: Any) -> int:
     return int(getattr(draft.config, "mask_token_id", None) or draft.config.pard_token)
 
 
-def suggested(text: str) -> int:
-    found = re.search(r"draft\.mask_token_id=(\d+)", text)
-    assert found, text
-    return int(found[1])
+def parse_suggested_mask(text: str) -> int:
+    match = re.search(r"draft\.mask_token_id=(\d+)", text)
+    assert match, text
+    return int(match[1])
 
 
-def occurs(token: int, rows: Dataset) -> bool:
+def has_token(token: int, rows: Dataset) -> bool:
     return any(token in row for row in rows["input_ids"])
 
 
-def resolved(target: FrozenTarget, rows: Dataset, mask: int | None = None) -> int:
+def choose_mask(target: FrozenTarget, rows: Dataset, mask: int | None = None) -> int:
     counts = count_tokens(rows, target.vocab_size, with_loss=False).tolist()
     return resolve_mask(mask, target.tokenizer, target.eos_token_ids, target.vocab_size, counts)
 
@@ -78,19 +77,19 @@ def test_a_mask_is_the_one_asked_for_or_a_token_that_texts_do_not_hold() -> None
         tiny_draft_model(4, seed=1), words("? a b c", mask_token="b"), name="masked"
     )
     short = FrozenTarget(tiny_target_model(vocab_size=200), tiny_tokenizer(), name="short")
-    # <|end|>, which ends no text here
-    assert (resolved(target, TEXTS, 7), resolved(target, TEXTS)) == (7, 3)
-    assert (resolved(padded, TEXTS), resolved(masked, packed_rows([[1]]))) == (263, 2)
-    assert resolved(masked, packed_rows([[1, 2]])) == 3  # "c": texts hold the tokenizer's mask
-    # the tokenizer goes on beyond the embedding
-    assert resolved(short, packed_rows([[1, 2, 3]])) == 199
+    # 3 is <|end|>, which ends no generation of this target
+    assert (choose_mask(target, TEXTS, 7), choose_mask(target, TEXTS)) == (7, 3)
+    assert (choose_mask(padded, TEXTS), choose_mask(masked, packed_rows([[1]]))) == (263, 2)
+    assert choose_mask(masked, packed_rows([[1, 2]])) == 3  # "c": texts hold the tokenizer's mask
+    # the tokenizer has more tokens than the embedding has rows
+    assert choose_mask(short, packed_rows([[1, 2, 3]])) == 199
 
 
-def test_padding_of_rows_is_no_text(target: FrozenTarget) -> None:
+def test_padding_of_rows_does_not_count_as_text(target: FrozenTarget) -> None:
     rows = Dataset.from_dict(
         {"input_ids": [[5, 3, 3]], "document_ids": [[0, PADDING_DOCUMENT, PADDING_DOCUMENT]]}
     )
-    assert resolved(target, rows) == 3
+    assert choose_mask(target, rows) == 3
 
 
 @pytest.mark.parametrize("method", METHODS_WITH_MASKS)
@@ -99,11 +98,11 @@ def test_a_mask_that_ends_a_generation_or_does_not_exist_is_refused(
     method: str, mask: int, chat_target: FrozenTarget
 ) -> None:
     with pytest.raises(UserError) as caught:
-        draft_of(method, chat_target, ROWS, f"draft.mask_token_id={mask}")
+        build_draft(method, chat_target, ROWS, f"draft.mask_token_id={mask}")
     assert caught.value.key == "draft.mask_token_id" and caught.value.got.startswith(str(mask))
-    free = suggested(str(caught.value))
-    assert not occurs(free, ROWS) and free not in (END, USER, TURN_END)
-    assert mask_of(draft_of(method, chat_target, ROWS, f"draft.mask_token_id={free}")) == free
+    free = parse_suggested_mask(str(caught.value))
+    assert not has_token(free, ROWS) and free not in (END, USER, TURN_END)
+    assert get_mask(build_draft(method, chat_target, ROWS, f"draft.mask_token_id={free}")) == free
 
 
 @pytest.mark.parametrize("method", METHODS_WITH_MASKS)
@@ -111,26 +110,30 @@ def test_a_special_token_that_the_data_hold_is_refused_and_not_chosen(
     method: str, chat_target: FrozenTarget
 ) -> None:
     with refused("draft.mask_token_id", USER, holds="20 times"):
-        draft_of(method, chat_target, ROWS, f"draft.mask_token_id={USER}")
-    assert mask_of(draft_of(method, chat_target, TEXTS, f"draft.mask_token_id={USER}")) == USER
+        build_draft(method, chat_target, ROWS, f"draft.mask_token_id={USER}")
+    assert get_mask(build_draft(method, chat_target, TEXTS, f"draft.mask_token_id={USER}")) == USER
     # <|assistant|>, which these rows do not hold
-    assert mask_of(draft_of(method, chat_target, ROWS)) == 2
+    assert get_mask(build_draft(method, chat_target, ROWS)) == 2
 
 
 @pytest.mark.parametrize("method", METHODS_WITH_MASKS)
-def test_an_ordinary_token_that_the_data_hold_is_warned_of_with_how_often(
+def test_an_ordinary_token_that_the_data_hold_is_warned_of_with_its_count(
     method: str, chat_target: FrozenTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "specdistill"):
-        assert mask_of(draft_of(method, chat_target, ROWS, f"draft.mask_token_id={WORD}")) == WORD
-        (record,) = caplog.records
-        said = record.getMessage()
         assert (
-            said.startswith("draft.mask_token_id: 40") and "40 times" in said and "50.00%" in said
+            get_mask(build_draft(method, chat_target, ROWS, f"draft.mask_token_id={WORD}")) == WORD
         )
-        assert not occurs(suggested(said), ROWS)
+        (record,) = caplog.records
+        message = record.getMessage()
+        assert (
+            message.startswith("draft.mask_token_id: 40")
+            and "40 times" in message
+            and "50.00%" in message
+        )
+        assert not has_token(parse_suggested_mask(message), ROWS)
         caplog.clear()
-        draft_of(method, chat_target, ROWS, "draft.mask_token_id=77")
+        build_draft(method, chat_target, ROWS, "draft.mask_token_id=77")
         assert not caplog.records
 
 
@@ -139,21 +142,22 @@ def test_the_mask_of_a_draft_that_is_continued_is_checked_too_and_can_be_replace
     method: str, chat_target: FrozenTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for mask in (END, USER, WORD, 77):
-        draft = draft_of(method, chat_target, ROWS, "draft.mask_token_id=77")
+        draft = build_draft(method, chat_target, ROWS, "draft.mask_token_id=77")
         if method == "pard":
             draft.config.pard_token = mask
         else:
             draft.config = replace(draft.config, mask_token_id=mask)
         load_method(method).save(draft, chat_target, tmp_path / str(mask))
-    for mask, said in ((END, "ends a generation"), (USER, "20 times")):
-        with refused("draft.init", f"the mask {mask}", holds=said):
-            draft_of(method, chat_target, ROWS, f"draft.init={tmp_path / str(mask)}")
+    for mask, reason in ((END, "ends a generation"), (USER, "20 times")):
+        with refused("draft.init", f"the mask {mask}", holds=reason):
+            build_draft(method, chat_target, ROWS, f"draft.init={tmp_path / str(mask)}")
         keys = f"draft.init={tmp_path / str(mask)}", "draft.mask_token_id=90"
-        assert mask_of(draft_of(method, chat_target, ROWS, *keys)) == 90
-    assert mask_of(draft_of(method, chat_target, ROWS, f"draft.init={tmp_path / '77'}")) == 77
+        assert get_mask(build_draft(method, chat_target, ROWS, *keys)) == 90
+    assert get_mask(build_draft(method, chat_target, ROWS, f"draft.init={tmp_path / '77'}")) == 77
     assert not caplog.records
     assert (
-        mask_of(draft_of(method, chat_target, ROWS, f"draft.init={tmp_path / str(WORD)}")) == WORD
+        get_mask(build_draft(method, chat_target, ROWS, f"draft.init={tmp_path / str(WORD)}"))
+        == WORD
     )
     assert (
         caplog.records[0].getMessage().startswith("draft.init: the mask 40")
@@ -165,18 +169,18 @@ def test_the_mask_of_a_draft_that_is_continued_is_checked_too_and_can_be_replace
 def test_an_inherited_mask_that_is_no_token_is_refused(
     mask: Any, chat_target: FrozenTarget, tmp_path: Path
 ) -> None:
-    draft = draft_of("pard", chat_target, ROWS)
+    draft = build_draft("pard", chat_target, ROWS)
     draft.config.pard_token = mask
     load_method("pard").save(draft, chat_target, tmp_path)
     with refused("draft.init", f"the mask {mask}"):
-        draft_of("pard", chat_target, ROWS, f"draft.init={tmp_path}")
+        build_draft("pard", chat_target, ROWS, f"draft.init={tmp_path}")
 
 
-def test_where_the_data_hold_every_token_the_rarest_is_the_mask(
+def test_the_rarest_token_is_the_mask_when_the_data_hold_every_token(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     target = FrozenTarget(tiny_draft_model(4, seed=1), words("? a b c", unk_token="?"), name="full")
-    assert resolved(target, packed_rows([[1, 1, 3, 3, 2, 0]])) == 2
+    assert choose_mask(target, packed_rows([[1, 1, 3, 3, 2, 0]])) == 2
     assert "occurs 1 times" in caplog.text
 
 

@@ -1,5 +1,7 @@
-"""A new method is a folder, a row of the table and a recipe: a toy one, in a test folder, through
-every command that takes a draft."""
+"""A new method is a folder, a row of the table and a recipe.
+
+A toy method in a test folder goes through every command that takes a draft.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +25,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def table():
-    """The one line that a new method adds to the library."""
+    """The table of methods with the one row that a new method adds to the library."""
     row = MethodInfo("drafts a block in one pass", passes="1", package="tests.methods.block")
     METHODS["block"] = row
     yield METHODS
@@ -31,8 +33,8 @@ def table():
 
 
 @pytest.fixture(scope="module")
-def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, texts, prompts, a gate that passes, and a run of the toy method."""
+def workspace(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, texts, prompts, a gate that passes and a run of the toy method."""
     folder = tmp_path_factory.mktemp("block")
     tiny_target_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -58,26 +60,30 @@ def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_trains_and_leaves_a_draft(work: Path):
-    assert json.loads((work / "run" / "draft" / "config.json").read_text(encoding="utf-8"))[
+def test_a_new_method_trains_a_draft(workspace: Path):
+    assert json.loads((workspace / "run" / "draft" / "config.json").read_text(encoding="utf-8"))[
         "architectures"
     ] == ["ToyBlock"]
-    log = json.loads((work / "run" / "run" / "history.json").read_text(encoding="utf-8"))["log"]
+    log = json.loads((workspace / "run" / "run" / "history.json").read_text(encoding="utf-8"))[
+        "log"
+    ]
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert len(losses) == 6 and losses[-1] < losses[0]
-    of_slots = [
+    slot_names = [
         {f"eval_{name}_{k}" for k in range(1, 4)} for name in ("loss", "accuracy", "acceptance")
     ]
-    assert all(names <= log[-1].keys() | log[-2].keys() for names in of_slots)
+    assert all(names <= log[-1].keys() | log[-2].keys() for names in slot_names)
 
 
-def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
-    assert specdistill("eval", f"recipe={work / 'run' / 'run' / 'recipe.yaml'}").returncode == 0
-    report = json.loads((work / "run" / "report" / "report.json").read_text(encoding="utf-8"))
+def test_a_new_method_decodes_losslessly_and_passes_a_gate(workspace: Path):
+    assert (
+        specdistill("eval", f"recipe={workspace / 'run' / 'run' / 'recipe.yaml'}").returncode == 0
+    )
+    report = json.loads((workspace / "run" / "report" / "report.json").read_text(encoding="utf-8"))
     assert (report["draft"]["method"], report["lossless"]["greedy_identical"]) == ("block", True)
     row = report["results"][0]
     assert row["num_drafts"] > 0 and row["num_draft_tokens"] == 3 * row["num_drafts"]
-    # Acceptance is known at the K that was measured alone, and a round of any length is one pass.
+    # Acceptance is known only at the K that was measured, and a round of any length is one pass.
     assert [point["k"] for point in report["theory"]["curve"]] == [0, 3]
     assert report["theory"]["curve"][-1]["draft_passes"] == 1
 
@@ -90,13 +96,13 @@ def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
         pytest.param("{budget: 5, depth: 3, top_k: 2}", marks=pytest.mark.long),
     ],
 )
-def test_its_trees_are_lossless(work: Path, tree: str):
-    output = work / f"tree-{len(tree)}"
+def test_trees_of_a_new_method_are_lossless(workspace: Path, tree: str):
+    output = workspace / f"tree-{len(tree)}"
     keys = [
-        f"target={work / 'target'}",
+        f"target={workspace / 'target'}",
         "method=block",
-        f"draft={work / 'run' / 'draft'}",
-        f"suite={work / 'prompts.jsonl'}",
+        f"draft={workspace / 'run' / 'draft'}",
+        f"suite={workspace / 'prompts.jsonl'}",
     ]
     options = [
         "eval.max_new_tokens=16",
@@ -107,7 +113,7 @@ def test_its_trees_are_lossless(work: Path, tree: str):
     ]
     assert (
         specdistill(
-            "eval", *keys, *options, f"gate={work / 'gate.yaml'}", f"output_dir={output}"
+            "eval", *keys, *options, f"gate={workspace / 'gate.yaml'}", f"output_dir={output}"
         ).returncode
         == 0
     )
@@ -115,38 +121,41 @@ def test_its_trees_are_lossless(work: Path, tree: str):
     assert report["lossless"]["greedy_identical"] and report["results"][0]["num_drafts"] > 0
 
 
-def test_the_doctor_knows_it(work: Path):
-    suite = f"suite={work / 'prompts.jsonl'}"
-    draft, target = f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}"
+def test_the_doctor_examines_a_draft_of_a_new_method(workspace: Path):
+    suite = f"suite={workspace / 'prompts.jsonl'}"
+    draft, target = f"draft={workspace / 'run' / 'draft'}", f"target={workspace / 'target'}"
     printed = specdistill("doctor", draft, target, suite, "eval.num_prompts=1").stdout
     assert "method block" in printed and "acceptance length" in printed
 
 
 @pytest.mark.long  # a whole plan
-def test_a_plan_has_a_row_for_it(work: Path):
-    ended = specdistill("plan", f"target={work / 'target'}", "hub=false", "--json")
+def test_a_plan_has_a_row_for_a_new_method(workspace: Path):
+    ended = specdistill("plan", f"target={workspace / 'target'}", "hub=false", "--json")
     assert ended.returncode == 0
     rows = {row["method"]: row for row in json.loads(ended.stdout)["methods"]}
     assert rows["block"]["available"] and rows["block"]["parameters"] == 1
 
 
-def test_an_export_is_refused_by_name(work: Path):
+def test_an_export_of_a_new_method_is_refused(workspace: Path):
     ended = specdistill(
-        "export", f"draft={work / 'run' / 'draft'}", "engine=vllm", f"output_dir={work / 'served'}"
+        "export",
+        f"draft={workspace / 'run' / 'draft'}",
+        "engine=vllm",
+        f"output_dir={workspace / 'served'}",
     )
     assert (
         ended.returncode == 2
         and refused_key(ended.stderr) == "engine"
-        and not (work / "served").exists()
+        and not (workspace / "served").exists()
     )
 
 
 @pytest.mark.long  # measures two drafts
-def test_it_is_compared_with_others(work: Path):
+def test_a_new_method_is_compared_with_others(workspace: Path):
     keys = [
-        f"drafts=[{work / 'run' / 'draft'},ngram]",
-        f"target={work / 'target'}",
-        f"suite={work / 'prompts.jsonl'}",
+        f"drafts=[{workspace / 'run' / 'draft'},ngram]",
+        f"target={workspace / 'target'}",
+        f"suite={workspace / 'prompts.jsonl'}",
     ]
     options = [
         "max_new_tokens=16",
@@ -156,21 +165,24 @@ def test_it_is_compared_with_others(work: Path):
         "num_speculative_tokens=3",
     ]
     assert (
-        specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}").returncode == 0
+        specdistill("compare", *keys, *options, f"output_dir={workspace / 'comparison'}").returncode
+        == 0
     )
-    comparison = json.loads((work / "comparison" / "comparison.json").read_text(encoding="utf-8"))
+    comparison = json.loads(
+        (workspace / "comparison" / "comparison.json").read_text(encoding="utf-8")
+    )
     assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {
         "block",
         "ngram",
     }
 
 
-def test_its_keys_are_its_own(work: Path):
+def test_a_new_method_and_another_refuse_each_others_keys(workspace: Path):
     common = [
         f"recipe={RECIPE}",
-        f"target.model={work / 'target'}",
+        f"target.model={workspace / 'target'}",
         "data.source=pico",
-        f"train.output_dir={work / 'x'}",
+        f"train.output_dir={workspace / 'x'}",
     ]
     for key, setting in (
         ("draft.ttt_steps", "draft.ttt_steps=3"),

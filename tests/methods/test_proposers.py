@@ -1,4 +1,4 @@
-"""What each method's proposer says of itself, without being asked to draft."""
+"""The proposer of each method states its vocabulary, settings, passes and size before it drafts."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def target():
         ),
     ],
 )
-def test_tokens_that_it_may_propose_its_settings_and_its_passes(
+def test_a_proposer_states_its_vocabulary_settings_and_passes(
     target, build, vocabulary, settings, passes
 ):
     proposer: Proposer = build(target)
@@ -71,7 +71,7 @@ def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
     assert proposer.num_bytes == 2 * proposer.num_parameters
 
 
-def test_models_draw_under_sampling_but_for_the_best_tokens_of_a_dynamic_tree(target):
+def test_models_draw_candidates_under_sampling_except_for_dynamic_trees(target):
     static, dynamic = StaticTree((2,)), DynamicTree(budget=2, depth=1, top_k=2)
     for proposer in (
         ModelProposer(target.model),

@@ -1,4 +1,4 @@
-"""Two spellings of a rotary embedding, as transformers reads each of them."""
+"""Both spellings of a rotary embedding are read as transformers reads each of them."""
 
 import copy
 import itertools
@@ -33,8 +33,8 @@ OLDER: list[dict[str, Any]] = [
 ]
 
 
-def reading(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a config.json, which it changes."""
+def read_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters that transformers reads from a copy of a config.json."""
     rope = LlamaConfig(max_position_embeddings=256, **copy.deepcopy(config)).rope_parameters
     return normalize(rope, {"max_position_embeddings": 256})
 
@@ -43,9 +43,9 @@ def reading(config: dict[str, Any]) -> dict[str, Any]:
 def test_spellings_contradict_each_other_where_readers_differ(
     newer: dict[str, Any], older: dict[str, Any]
 ) -> None:
-    """A reader of one spelling against a reader of the other."""
+    """One reader knows only the newer spelling, the other only the older one."""
     config = {"max_position_embeddings": 256, "rope_parameters": newer, **older}
-    agree = reading({"rope_parameters": newer}) == reading(older)
+    agree = read_by_transformers({"rope_parameters": newer}) == read_by_transformers(older)
     assert (find_contradiction(config) is None) == agree
 
 
@@ -54,13 +54,15 @@ def test_one_spelling_is_read_as_transformers_reads_it(config: dict[str, Any]) -
     config = {"max_position_embeddings": 256, **config}
     assert find_contradiction(config) is None
     assert read_entries(config) == [
-        reading({name: value for name, value in config.items() if "rope" in name})
+        read_by_transformers({name: value for name, value in config.items() if "rope" in name})
     ]
 
 
 def test_the_entry_that_transformers_takes_of_two_is_read() -> None:
     config = {"rope_parameters": NEWER[0], "rope_theta": 5000.0, "rope_scaling": SCALING}
-    assert read_entries({"max_position_embeddings": 256, **config}) == [reading(config)]
+    assert read_entries({"max_position_embeddings": 256, **config}) == [
+        read_by_transformers(config)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_the_entry_that_transformers_takes_of_two_is_read() -> None:
             {"rope_scaling": {**SCALING, "rope_theta": 500.0}, "rope_theta": 1e4},
             "rope_scaling.rope_theta 500.0 and rope_theta",
         ),
-        # transformers then takes its class's own base.
+        # transformers then takes the default base of its class.
         (
             {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}, "rope_scaling": SCALING},
             "rope_theta 500.0 in rope_parameters",
@@ -82,8 +84,8 @@ def test_the_entry_that_transformers_takes_of_two_is_read() -> None:
     ],
 )
 def test_one_entry_may_contradict_itself(config: dict[str, Any], what: str) -> None:
-    found = find_contradiction(config)
-    assert found is not None and what in found
+    contradiction = find_contradiction(config)
+    assert contradiction is not None and what in contradiction
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,10 @@ def test_each_kind_of_layer_has_an_entry() -> None:
     kinds = [entry["rope_type"] for entry in read_entries(config)]
     assert sorted(kinds) == ["default", "linear"]
     assert find_contradiction(config) is None and find_contradiction({**config, **older}) is None
-    found = find_contradiction(
+    contradiction = find_contradiction(
         {**config, **older, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     )
-    assert found is not None and "factor 8.0 in rope_parameters.full_attention" in found
+    assert (
+        contradiction is not None
+        and "factor 8.0 in rope_parameters.full_attention" in contradiction
+    )

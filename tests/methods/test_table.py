@@ -1,4 +1,4 @@
-"""The table of methods, that their folders stand alone, and what a method does not support."""
+"""The table of methods: folders are independent, and unsupported operations are refused."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_a_method_bears_the_name_of_its_row(name: str) -> None:
         ("early_exit", lambda head: head.export(None, "vllm", None, None, None, 3)),
     ],
 )
-def test_what_a_method_does_not_support_is_refused_by_its_name(method: str, call) -> None:
+def test_an_operation_that_a_method_does_not_support_is_refused_by_name(method: str, call) -> None:
     with pytest.raises(UserError, match=f"^method {method} does not support ") as refusal:
         call(METHODS[method].load())
     assert refusal.value.key == "method"

@@ -1,5 +1,4 @@
-"""What a draft was made for stands in its config.json, stays there when it is exported, and refuses
-every other target by name."""
+"""A draft's config.json records its target; exports keep it, and other targets are refused."""
 
 import json
 import shutil
@@ -30,7 +29,7 @@ METHODS = ("eagle3", "eagle", "mtp", "draft_model", "pard")
 eval_run = load_script("eval/run.py")
 
 
-def made(method: str, target: FrozenTarget) -> Any:
+def build_draft(method: str, target: FrozenTarget) -> Any:
     if method in ("draft_model", "pard"):
         draft = create_draft_model(target, init="layers", num_layers=1)
         draft.config.update({"spd_type": "pard", "pard_token": 3} if method == "pard" else {})
@@ -39,48 +38,50 @@ def made(method: str, target: FrozenTarget) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target`, a draft of each method for it, and `other`, a target that differs in nothing but
-    its weights."""
+def drafts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, a draft of each method for it, and another target.
+
+    `other` differs from `target` in its weights alone.
+    """
     path = tmp_path_factory.mktemp("records")
     for seed, name in enumerate(("target", "other")):
         tiny_target_model(seed=seed).save_pretrained(path / name)
         tiny_tokenizer().save_pretrained(path / name)
     target = FrozenTarget.load(str(path / "target"))
     for method in METHODS:
-        save_draft(load_method(method), target, made(method, target), path / method)
+        save_draft(load_method(method), target, build_draft(method, target), path / method)
     return path
 
 
-def record(draft: Path) -> Any:
+def read_record(draft: Path) -> Any:
     return json.loads((draft / "config.json").read_text()).get(SECTION)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_is_for_its_target_and_for_no_other(
-    method: str, folder: Path, tmp_path: Path
+def test_a_draft_loads_for_its_target_and_for_no_other(
+    method: str, drafts_folder: Path, tmp_path: Path
 ) -> None:
-    draft, other = folder / method, FrozenTarget.load(str(folder / "other"))
-    assert record(draft)["target"]["name_or_path"] == "target"  # and no place of this machine
-    shutil.copytree(folder / "target", tmp_path / "moved")
+    draft, other = drafts_folder / method, FrozenTarget.load(str(drafts_folder / "other"))
+    assert read_record(draft)["target"]["name_or_path"] == "target"  # no path of this machine
+    shutil.copytree(drafts_folder / "target", tmp_path / "moved")
     load_proposer(method, draft, FrozenTarget.load(str(tmp_path / "moved")))
     with refused("eval.draft", f"{draft}, a draft for target (weights"):
         load_proposer(method, draft, other)
-    without = shutil.copytree(draft, tmp_path / "without")
-    config = json.loads((without / "config.json").read_text())
-    (without / "config.json").write_text(
+    draft_without_record = shutil.copytree(draft, tmp_path / "without")
+    config = json.loads((draft_without_record / "config.json").read_text())
+    (draft_without_record / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if name != SECTION})
     )
-    load_proposer(method, without, other)  # as other projects write drafts
+    load_proposer(method, draft_without_record, other)  # drafts of other projects have no record
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_command_names_both_targets(
-    method: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_command_names_both_targets_of_a_refused_draft(
+    method: str, drafts_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft, other, out = folder / method, folder / "other", tmp_path / "out"
+    draft, other, out = drafts_folder / method, drafts_folder / "other", tmp_path / "out"
     assert (
-        main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"])
+        main(["doctor", f"draft={draft}", f"target={drafts_folder / 'target'}", "decode=false"])
         == ExitCode.DONE
     )
     capsys.readouterr()
@@ -121,18 +122,20 @@ def test_every_command_names_both_targets(
         ("pard", "vllm"),
     ],
 )
-def test_an_export_keeps_the_record(method: str, engine: str, folder: Path, tmp_path: Path) -> None:
+def test_an_export_keeps_the_record(
+    method: str, engine: str, drafts_folder: Path, tmp_path: Path
+) -> None:
     keys = [
-        f"draft={folder / method}",
-        f"target={folder / 'target'}",
+        f"draft={drafts_folder / method}",
+        f"target={drafts_folder / 'target'}",
         f"engine={engine}",
         f"output_dir={tmp_path / 'out'}",
     ]
     assert main(["export", *keys]) == ExitCode.DONE
-    assert record(tmp_path / "out") == record(folder / method) is not None
-    if engine != "speculators" and method != "eagle":  # whose configs transformers does not know
-        assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(
-            folder / method
+    assert read_record(tmp_path / "out") == read_record(drafts_folder / method) is not None
+    if engine != "speculators" and method != "eagle":  # transformers knows no config of these
+        assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == read_record(
+            drafts_folder / method
         )
 
 
@@ -141,7 +144,7 @@ def test_a_layer_merged_into_its_target_keeps_the_record(
 ) -> None:
     target = write_checkpoint("qwen3_next", tmp_path / "target", with_mtp=False)
     write_checkpoint("qwen3_next", tmp_path / "other", dtype=torch.bfloat16)
-    save_draft(load_method("mtp"), target, made("mtp", target), tmp_path / "draft")
+    save_draft(load_method("mtp"), target, build_draft("mtp", target), tmp_path / "draft")
     keys = [
         f"draft={tmp_path / 'draft'}",
         f"target={tmp_path / 'target'}",
@@ -149,8 +152,8 @@ def test_a_layer_merged_into_its_target_keeps_the_record(
         f"output_dir={tmp_path / 'out'}",
     ]
     assert main(["export", *keys]) == ExitCode.DONE
-    assert record(tmp_path / "out") == record(tmp_path / "draft") is not None
-    assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(
+    assert read_record(tmp_path / "out") == read_record(tmp_path / "draft") is not None
+    assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == read_record(
         tmp_path / "out"
     )
     FrozenTarget.load(str(tmp_path / "out"))
@@ -165,19 +168,19 @@ def test_a_layer_merged_into_its_target_keeps_the_record(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(
-    method: str, folder: Path, tmp_path: Path
+    method: str, drafts_folder: Path, tmp_path: Path
 ) -> None:
-    target = FrozenTarget.load(str(folder / "target"))
+    target = FrozenTarget.load(str(drafts_folder / "target"))
     draft = tmp_path / "bfloat16"
-    trained = made(method, target).bfloat16()
+    trained = build_draft(method, target).bfloat16()
     save_draft(load_method(method), target, trained, draft)
     keys = [
         f"method={method}",
-        f"target.model={folder / 'target'}",
+        f"target.model={drafts_folder / 'target'}",
         f"train.output_dir={tmp_path / 'run'}",
     ]
     rows = packed_rows([[5, 6, 7, 8]])
-    own = {
+    draft_parameters = {
         name: tensor
         for name, tensor in trained.named_parameters()
         if name not in getattr(trained, "shared", ())
@@ -193,24 +196,24 @@ def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(
             assert {tensor.dtype for tensor in continued.parameters()} == {torch.float32}
             assert all(
                 torch.equal(continued.get_parameter(name), tensor.float())
-                for name, tensor in own.items()
+                for name, tensor in draft_parameters.items()
             )
 
 
-def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(
-    folder: Path, tmp_path: Path
+def test_a_draft_is_recorded_for_the_target_that_it_was_trained_on_last(
+    drafts_folder: Path, tmp_path: Path
 ) -> None:
-    other = FrozenTarget.load(str(folder / "other"))
+    other = FrozenTarget.load(str(drafts_folder / "other"))
     method = load_method("draft_model")
-    begun = create_draft_model(other, init=str(folder / "draft_model"))
-    save_draft(method, other, begun, tmp_path / "draft")
-    assert record(tmp_path / "draft")["target"]["name_or_path"] == "other"
+    draft = create_draft_model(other, init=str(drafts_folder / "draft_model"))
+    save_draft(method, other, draft, tmp_path / "draft")
+    assert read_record(tmp_path / "draft")["target"]["name_or_path"] == "other"
     in_memory = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
-    save_draft(method, in_memory, begun, tmp_path / "unknown")
-    assert record(tmp_path / "unknown") is None
+    save_draft(method, in_memory, draft, tmp_path / "unknown")
+    assert read_record(tmp_path / "unknown") is None
 
 
-def test_another_projects_draft_model_with_another_tokenizer_is_found_without_decoding(
+def test_the_doctor_finds_another_tokenizer_without_decoding(
     shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = [
@@ -238,9 +241,9 @@ NO_TEXT = {
 @pytest.mark.parametrize(
     "section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}, {"target": NO_TEXT}]
 )
-def test_an_invalid_record_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
-    draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
+def test_an_invalid_record_is_refused(section: Any, drafts_folder: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(drafts_folder / "eagle", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, SECTION: section}))
     with refused("eval.draft"):
-        load_proposer("eagle", draft, FrozenTarget.load(str(folder / "target")))
+        load_proposer("eagle", draft, FrozenTarget.load(str(drafts_folder / "target")))

@@ -1,2 +1,1 @@
-"""A toy block drafter in a folder of its own: it drafts K tokens in one pass, each of them from the
-last token alone."""
+"""A toy method that drafts K tokens in one pass, each of them from the last token alone."""

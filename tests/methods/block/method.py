@@ -1,8 +1,7 @@
-"""The toy block drafter as a method: all that commands ask of a method that drafts a
-block in one pass.
+"""The toy block drafter with everything that commands ask of a method.
 
-Shapes: B rows, N anchors of all rows, K slots of a block, k of them that are drafted, H hidden
-size, V vocabulary.
+Shapes: B rows, N anchors of all rows, K slots of a block, k drafted slots, H hidden size, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -34,8 +33,11 @@ from tests.methods.block.config import BlockRecipe
 
 
 class Block(nn.Module):
-    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of
-    those of the slots of its block."""
+    """A draft that predicts the tokens after an anchor, one in each slot of a block.
+
+    Slot k of a block after x_a predicts x_{a+1+k} from the embedding of x_a, the embedding of the
+    slot, and the mean embedding of the slots of its block.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, block_size: int) -> None:
         super().__init__()
@@ -46,21 +48,23 @@ class Block(nn.Module):
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, anchor_N: Tensor, width: int) -> Tensor:
-        """[N, width, H], which `lm_head` reads."""
+        """Return the hidden states [N, width, H], which `lm_head` reads."""
         slots_KH = self.slots.weight[:width]
         return torch.tanh(self.tokens(anchor_N).unsqueeze(1) + slots_KH + slots_KH.mean(0))
 
 
 class BlockLoss(nn.Module):
-    """Forward KL of every slot at random anchors; each slot has a denominator of its own."""
+    """The forward KL of every slot at random anchors; each slot has a denominator of its own."""
 
     def __init__(self, draft: Block, num_slots: int, num_anchors: int) -> None:
         super().__init__()
         self.draft, self.num_slots, self.num_anchors = draft, num_slots, num_anchors
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """With the positions of anchors [N] and of their labels [N, K] in the flattened batch, and
-        which of the labels carry loss."""
+        """Return the batch with anchors, their labels, and which of the labels carry loss.
+
+        Anchors [N] and labels [N, K] are positions in the flattened batch.
+        """
         rows, length = batch["input_ids"].shape
         generator = torch.Generator().manual_seed(0 if number is None else number + 1)
         first_B1 = torch.arange(rows).unsqueeze(1) * length
@@ -107,7 +111,7 @@ class BlockLoss(nn.Module):
             has_loss.T,
         )
         totals, metrics = [], []
-        for k in range(self.num_slots):  # a target for each row and slot
+        for k in range(self.num_slots):  # the target distributions of slot k in all rows
             soft = replace(soft_targets, hidden_RD=soft_targets.hidden_RD[:, k])
             rows = (
                 hidden_NKH[:, k].unsqueeze(0),
@@ -115,7 +119,7 @@ class BlockLoss(nn.Module):
                 LogitsHead(self.draft.lm_head),
             )
             total, metrics_M1N = compute_head_loss(
-                *rows, partial(soft.at, measure=True), row_losses
+                *rows, partial(soft.at, measure=True), compute_row_losses
             )
             totals.append(total)
             metrics.append(metrics_M1N.squeeze(1) * has_loss_KN[k])
@@ -125,7 +129,9 @@ class BlockLoss(nn.Module):
         )
 
 
-def row_losses(logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+def compute_row_losses(
+    logits_rV: Tensor, soft: TargetDistributions, k: int
+) -> tuple[Tensor, Tensor]:
     losses_r = forward_kl(logits_rV, soft.probs_rW)
     with torch.no_grad():
         correct_r = (logits_rV.argmax(-1) == soft.top1_r).float()
@@ -135,8 +141,11 @@ def row_losses(logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Te
 
 @dataclass
 class BlockProposer:
-    """A chain of slots drawn independently, or a tree whose nodes of one level have one
-    distribution: one pass for either."""
+    """A proposer of chains and of trees, each in one pass.
+
+    The slots of a chain are drawn independently; the nodes of one level of a tree have one
+    distribution.
+    """
 
     draft: Block
     aux_layers: tuple[int, ...] = ()
@@ -164,7 +173,7 @@ class BlockProposer:
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        logits_BkV = self.logits(state, k)
+        logits_BkV = self.compute_logits(state, k)
         if sampling.is_greedy:
             return [Proposal(tokens) for tokens in logits_BkV.argmax(-1).tolist()]
         probs_BkV = sampling.compute_probabilities(logits_BkV)
@@ -177,7 +186,7 @@ class BlockProposer:
     def propose_tree(
         self, state: DecodingState, shape: Any, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        first_BV, *levels_BV = self.logits(state, shape.depth).unbind(1)
+        first_BV, *levels_BV = self.compute_logits(state, shape.depth).unbind(1)
         levels = iter(levels_BV)
         drafts = shape.grow(
             first_BV,
@@ -187,7 +196,7 @@ class BlockProposer:
         )
         return [Proposal(index_N.tolist(), probs_NV, tree) for index_N, tree, probs_NV in drafts]
 
-    def logits(self, state: DecodingState, k: int) -> Tensor:
+    def compute_logits(self, state: DecodingState, k: int) -> Tensor:
         width = min(k, self.draft.slots.num_embeddings)
         logits_BkV: Tensor = self.draft.lm_head(
             self.draft(torch.tensor([text[-1] for text in state.token_ids]), width)
@@ -196,7 +205,7 @@ class BlockProposer:
 
 
 class BlockAdvice(Advice[Block]):
-    """The toy in plans and examinations."""
+    """The toy block drafter in plans and in examinations by the doctor."""
 
     def plan_draft(
         self, target: ModelConfigInfo, given: ModelConfigInfo | None, settings
@@ -221,7 +230,7 @@ class BlockAdvice(Advice[Block]):
 
 
 class BlockMethod(Method[BlockRecipe, Block]):
-    """The toy: all that commands ask of a method."""
+    """The toy block drafter as a method."""
 
     name = "block"
     advice = BlockAdvice()

@@ -1,5 +1,4 @@
-"""Block drafters: what is drafted is what training predicts, nothing leaks from behind an anchor,
-checkpoints come back bit for bit."""
+"""Block drafters draft what training predicts, leak nothing, and load as they were saved."""
 
 import json
 from pathlib import Path
@@ -59,8 +58,8 @@ def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> Variant:
     return method, build_block(method, target, **shape)
 
 
-def packed(*lengths: int) -> dict[str, Any]:
-    """A row of random documents, with a loss at every token but the first three of each."""
+def pack_documents(*lengths: int) -> dict[str, Any]:
+    """Return a row of random documents, with a loss at every token but the first three of each."""
     ids = torch.randint(3, 250, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -73,14 +72,20 @@ def packed(*lengths: int) -> dict[str, Any]:
     return index_batch(rows)
 
 
-def objective_of(draft: BlockDraft, divergence: Any = forward_kl, **options: Any) -> BlockObjective:
+def build_objective(
+    draft: BlockDraft, divergence: Any = forward_kl, **options: Any
+) -> BlockObjective:
     return BlockObjective(draft, divergence, 64, **options).eval()
 
 
 @torch.no_grad()
-def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: FrozenTarget) -> None:
-    """A chain that was drafted, appended as if it had been accepted: the block of its anchor has
-    the logits that it was drawn from."""
+def test_drafts_are_drawn_from_the_logits_that_training_predicts(
+    variant: Variant, target: FrozenTarget
+) -> None:
+    """A drafted chain is appended as if it had been accepted.
+
+    In training, the block of its anchor then has the logits that the chain was drawn from.
+    """
     _, draft = variant
     text = torch.randint(3, 250, (14,), generator=torch.Generator().manual_seed(3)).tolist()
     features = target.features(torch.tensor([text[:-1]]), draft.aux_layers)
@@ -89,17 +94,17 @@ def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: Fro
     state = DecodingState([text], features, [len(text) - 1])
     (chain,) = proposer.propose(state, k, Sampling(0.7), [torch.Generator().manual_seed(1)])
 
-    found: list[Tensor] = []
+    logits_of_calls: list[Tensor] = []
 
-    def noted(logits_rW: Tensor, _probs_rW: Tensor) -> Tensor:
-        found.append(logits_rW)
+    def record_logits(logits_rW: Tensor, _probs_rW: Tensor) -> Tensor:
+        logits_of_calls.append(logits_rW)
         return logits_rW.sum(-1)
 
     rows = document_rows([*text, *chain.tokens])
-    objective = objective_of(draft, noted)
+    objective = build_objective(draft, record_logits)
     batch = objective.prepare(index_batch(rows), None)
     objective(**batch, **objective.read_target(target, batch))
-    logits_NKW = torch.cat(found).view(*batch["has_loss"].shape, -1)
+    logits_NKW = torch.cat(logits_of_calls).view(*batch["has_loss"].shape, -1)
     (index,) = (batch["anchors"] == len(text) - 1).nonzero()[0]
     assert chain.probabilities is not None
     expected = (logits_NKW[index] / 0.7).softmax(-1)
@@ -109,10 +114,12 @@ def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: Fro
 def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
     variant: Variant, target: FrozenTarget
 ) -> None:
-    """Gradients of each block's hidden states: of features at the positions before its anchor in
-    its document, within the window."""
+    """A block's hidden states have gradients only at features that the block may read.
+
+    These are the features before its anchor, in its document and within the window.
+    """
     _, draft = variant
-    batch = packed(25, 18)
+    batch = pack_documents(25, 18)
     anchors, _ = draw_blocks(batch, 64, draft.config.num_drafted, None)
     positions = batch["position_ids"][0]
     starts = anchors - positions[anchors]
@@ -134,7 +141,7 @@ def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
         )[0]
         read = first_slot[0].abs().sum(-1).nonzero().flatten().tolist()
         window = draft.config.sliding_window
-        # Slots after the anchor's see less far back, and it sees them.
+        # The first slot sees the later slots, which see less far back than it does.
         first = start if window is None else max(start, anchor - window + 1)
         assert read == [*range(first, anchor)]
 
@@ -142,11 +149,13 @@ def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(
+def test_attention_in_chunks_and_in_one_call_equals_masked_attention(
     is_causal: bool, window: int | None
 ) -> None:
-    """Output and gradients of 49 blocks in two documents, four query heads to two of keys; on a CPU
-    flex attention has no gradient."""
+    """Outputs and gradients of 49 blocks in two documents agree; two query heads share a key head.
+
+    On a CPU flex attention has no gradient, so only its output is compared.
+    """
     torch.manual_seed(0)
     anchors = torch.cat((torch.arange(1, 30), torch.arange(40, 80, 2)))
     starts = torch.where(anchors < 33, 0, 33)
@@ -161,7 +170,7 @@ def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     weights = torch.randn(shapes[0])
 
-    def plainly(
+    def attend_plainly(
         query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
     ) -> Tensor:
         rows = []
@@ -189,18 +198,18 @@ def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(
         window,
         is_causal,
     )
-    found = []
-    for form in (plainly, memory.attend_in_chunks):
+    results = []
+    for form in (attend_plainly, memory.attend_in_chunks):
         output = form(*inputs)
-        found.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
-    for tensor, expected in zip(found[1], found[0], strict=True):
+        results.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
+    for tensor, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(tensor, expected, atol=1e-5)
     with torch.no_grad():
-        assert torch.allclose(memory.attend_in_one_call(*inputs), found[0][0], atol=1e-5)
+        assert torch.allclose(memory.attend_in_one_call(*inputs), results[0][0], atol=1e-5)
 
 
 def test_an_anchor_is_a_token_whose_next_one_is_learned() -> None:
-    batch = packed(7, 4, 12)
+    batch = pack_documents(7, 4, 12)
     anchors, has_loss = draw_blocks(batch, 64, 4, None)
     counted = anchors[has_loss[:, 0]].tolist()
     # The last token of a prompt is an anchor, as in drafting; a document's last token has no next
@@ -232,7 +241,7 @@ def test_a_short_training_learns_its_rows(target: FrozenTarget, options: dict[st
     draft = build_block("dspark", target, block_size=4).train()
     objective = BlockObjective(draft, build_divergence("lk"), 16, **options)
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    optimizer, batch, losses = torch.optim.Adam(trained, 1e-2), packed(40, 30), []
+    optimizer, batch, losses = torch.optim.Adam(trained, 1e-2), pack_documents(40, 30), []
     for step in range(25):
         blocks = objective.prepare(batch, step)
         total, _ = objective(**blocks, **objective.read_target(target, blocks))
@@ -257,8 +266,8 @@ def test_a_short_training_learns_its_rows(target: FrozenTarget, options: dict[st
 
 def test_rows_with_nothing_to_learn_give_no_gradient_and_no_nan(target: FrozenTarget) -> None:
     draft = build_block("dspark", target)
-    objective = objective_of(draft)
-    batch = packed(8, 8)
+    objective = build_objective(draft)
+    batch = pack_documents(8, 8)
     batch = objective.prepare(
         index_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 0
     )
@@ -325,7 +334,7 @@ def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
         ("draft.aux_layers", {"aux_layers": [9]}),
     ],
 )
-def test_what_the_target_does_not_have_is_refused(
+def test_layers_that_the_target_does_not_have_are_refused(
     target: FrozenTarget, key: str, options: dict[str, Any]
 ) -> None:
     with refused(key):
@@ -333,7 +342,7 @@ def test_what_the_target_does_not_have_is_refused(
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
+def saved_target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
@@ -345,23 +354,25 @@ PRUNED = {"draft_vocabulary": torch.arange(5, 105, 4)}
     ("method", "shape"),
     [("dflash", {}), ("dspark", PRUNED), ("dspark", {"is_causal": True, "sliding_window": 9})],
 )
-def test_an_export_is_read_back_as_what_it_was(
-    saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any]
+def test_an_exported_draft_loads_with_its_config(
+    saved_target: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any]
 ) -> None:
-    """And where vLLM's loader is known, it finds nothing wrong; a mask or layers that its file does
-    not say, it tells."""
-    draft = build_block(method, saved, **shape)
+    """Where vLLM's loader is known, it finds nothing wrong.
+
+    It reports the mask and the layers when config.json does not name them.
+    """
+    draft = build_block(method, saved_target, **shape)
     save_block(draft, KINDS[method], tmp_path / "draft")
-    export(tmp_path / "draft", engine, tmp_path / engine, TargetFiles(saved.name))
-    assert load_block(KINDS[method], tmp_path / engine, saved).config == draft.config
+    export(tmp_path / "draft", engine, tmp_path / engine, TargetFiles(saved_target.name))
+    assert load_block(KINDS[method], tmp_path / engine, saved_target).config == draft.config
     for loader in METHODS[method].serving()[engine].loaders:
         config = json.loads((tmp_path / engine / "config.json").read_text())
         shapes = {
             name: tuple(tensor.shape)
             for name, tensor in load_file(tmp_path / engine / "model.safetensors").items()
         }
-        found = check_loader(loader, config, shapes, draft.config, saved)
-        assert (found.refused, found.silent) == ([], [])
+        report = check_loader(loader, config, shapes, draft.config, saved_target)
+        assert (report.refused, report.silent) == ([], [])
         del (
             config["is_causal"],
             config["dflash_config"]["causal"],
@@ -369,11 +380,13 @@ def test_an_export_is_read_back_as_what_it_was(
             config["mask_token_id"],
         )
         config["dflash_config"]["target_layer_ids"] = [2, 3]
-        wrong = " ".join(check_loader(loader, config, shapes, draft.config, saved).silent)
+        silent_errors = " ".join(
+            check_loader(loader, config, shapes, draft.config, saved_target).silent
+        )
         assert (
-            "mask_token_id" in wrong
-            and "after layers [3, 4]" in wrong
-            and ("is_causal" in wrong) == draft.config.is_causal
+            "mask_token_id" in silent_errors
+            and "after layers [3, 4]" in silent_errors
+            and ("is_causal" in silent_errors) == draft.config.is_causal
         )
 
 
@@ -389,16 +402,21 @@ def test_an_export_is_read_back_as_what_it_was(
         ("speculators", "dflash", {"is_causal": True}, "causal slots and no window"),
     ],
 )
-def test_what_an_engine_cannot_express_is_refused(
-    saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any], holds: str
+def test_a_draft_that_an_engine_cannot_express_is_refused(
+    saved_target: FrozenTarget,
+    tmp_path: Path,
+    engine: str,
+    method: str,
+    shape: dict[str, Any],
+    holds: str,
 ) -> None:
-    save_block(build_block(method, saved, **shape), KINDS[method], tmp_path / "draft")
+    save_block(build_block(method, saved_target, **shape), KINDS[method], tmp_path / "draft")
     with refused("engine", holds=holds):
-        export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(saved.name))
+        export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(saved_target.name))
     assert not (tmp_path / "out").exists()
 
 
-def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
+def test_a_fresh_draft_scales_its_logits_as_the_target_does() -> None:
     target = FrozenTarget(tiny_model("granite"), tiny_tokenizer(), name="granite")
     draft, hidden = (
         build_block_draft(KINDS["dflash"], target, num_layers=2, block_size=4, mask_token_id=2),
@@ -410,8 +428,11 @@ def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
     )
 
 
-def test_layers_are_spread_as_the_authors_spread_them() -> None:
-    """DFlash's `target_layer_ids` of Qwen3-8B, which count from 0; a shallow target has fewer."""
+def test_default_layers_are_spread_as_the_authors_spread_them() -> None:
+    """The expected ids are DFlash's `target_layer_ids` for Qwen3-8B, which count from 0.
+
+    A shallow target has fewer layers.
+    """
     assert [layer - 1 for layer in choose_default_layers(36)] == [1, 9, 17, 25, 33]
     assert (choose_default_layers(6), choose_default_layers(3), choose_default_layers(1)) == (
         [2, 3, 4],

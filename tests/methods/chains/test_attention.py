@@ -1,5 +1,7 @@
-"""The unroll's attention against torch's over all keys at once, masked; its memory; and that it is
-one graph that asks for no data."""
+"""The unroll's attention equals torch's masked attention over all keys at once.
+
+Its memory is linear in the length, and it compiles to one graph that asks for no data.
+"""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -16,8 +18,8 @@ from specdistill.targets import packed_attention
 
 K = 7
 ROWS, LENGTH = 2, 20
-# Two rows: documents of 1, 12 and 7 tokens; of 20. Empty ones stand between, and at the end, as
-# padding does.
+# The first row has documents of 1, 12 and 7 tokens, the second one of 20. Empty documents stand
+# between them and at the end, as padding does.
 CUMULATIVE = torch.tensor([0, 1, 13, 13, 20, 40, 40, 40], dtype=torch.int32)
 WINDOWS = [None, 7, 9, 12, 40]
 SHAPES = {
@@ -28,10 +30,10 @@ SHAPES = {
 }
 
 
-def noise(
+def make_noise(
     shape: tuple[int, int, int, int], steps: int = K, length: int = LENGTH, rows: int = ROWS
 ) -> list[list[Tensor]]:
-    """Query, key and value of each step, laid out as projections leave them."""
+    """Return query, key and value of each step, laid out as projections leave them."""
     heads, groups, size, value_size = shape
     generator = torch.Generator().manual_seed(0)
     parts = [(heads, size), (groups, size), (groups, value_size)]
@@ -41,9 +43,11 @@ def noise(
     ]
 
 
-def by_torch(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
-    """Step k's queries over the keys of steps 0..k, laid end to end: step 0's that its root sees,
-    and its own of each later step."""
+def attend_by_torch(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
+    """Attend by torch, from the queries of step k to the keys of steps 0..k laid end to end.
+
+    A query sees the keys of step 0 that its root sees, and its own key of each later step.
+    """
     ends = torch.arange(ROWS * LENGTH).view(ROWS, 1, LENGTH)
     document = torch.bucketize(ends, CUMULATIVE.unique(), right=True)
     ago = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
@@ -59,7 +63,7 @@ def by_torch(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
     return outputs
 
 
-def by_us(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
+def attend_by_cache(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
     kv_cache = UnrollKVCache(CUMULATIVE.to(steps[0][0].device), LENGTH, 1, window)
     return [kv_cache.attend(0, *step) for step in steps]
 
@@ -67,11 +71,13 @@ def by_us(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
 Attend = Callable[[list[list[Tensor]], int | None], list[Tensor]]
 
 
-def run(
+def compute_outputs_and_gradients(
     attend: Attend, steps: list[list[Tensor]], window: int | None, like: torch.Tensor
 ) -> list[list[Tensor]]:
-    """Outputs of all steps; gradients of all queries, keys and values, of a random sum of the
-    outputs; as float64 on the CPU."""
+    """Return the outputs of all steps and the gradients of all queries, keys and values.
+
+    The gradients are of a random sum of the outputs; all are returned as float64 on the CPU.
+    """
     inputs = [[part.to(like).requires_grad_() for part in step] for step in steps]
     outputs = attend(inputs, window)
     generator = torch.Generator().manual_seed(1)
@@ -89,29 +95,28 @@ def run(
     ]
 
 
-def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference, as a part of the largest entry."""
+def compute_largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the largest difference, relative to the largest entry."""
     return max(
         float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def check(
-    like: Tensor, shape: str, window: int | None, of_outputs: float, of_gradients: float
+def check_against_torch(
+    like: Tensor, shape: str, window: int | None, output_tolerance: float, gradient_tolerance: float
 ) -> None:
-    steps = [[part.to(like.dtype).double() for part in step] for step in noise(SHAPES[shape])]
-    outputs, gradients = run(by_us, steps, window, like)
-    torchs_outputs, torchs_gradients = run(
-        by_torch, steps, window, torch.empty(0, dtype=torch.float64)
+    steps = [[part.to(like.dtype).double() for part in step] for step in make_noise(SHAPES[shape])]
+    outputs, gradients = compute_outputs_and_gradients(attend_by_cache, steps, window, like)
+    torchs_outputs, torchs_gradients = compute_outputs_and_gradients(
+        attend_by_torch, steps, window, torch.empty(0, dtype=torch.float64)
     )
-    assert furthest(outputs, torchs_outputs) < of_outputs
-    assert furthest(gradients, torchs_gradients) < of_gradients
+    assert compute_largest_difference(outputs, torchs_outputs) < output_tolerance
+    assert compute_largest_difference(gradients, torchs_gradients) < gradient_tolerance
 
 
 @pytest.fixture(params=["kernel", "products"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the CPU's kernel, and as on a device without one; in blocks that are shorter than
-    documents."""
+    """Use the CPU's kernel, or products as without it, in blocks shorter than documents."""
     monkeypatch.setattr(packed_attention, "ROWS", 3)
     if request.param == "products":
         monkeypatch.setattr(packed_attention, "_has_fused_kernel", lambda query: False)
@@ -120,60 +125,72 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_outputs_and_gradients_are_torchs_over_all_keys(shape: str, window: int | None) -> None:
-    check(torch.empty(0), shape, window, of_outputs=1e-6, of_gradients=2e-6)
-    check(torch.empty(0, dtype=torch.float64), shape, window, of_outputs=1e-12, of_gradients=1e-12)
+def test_outputs_and_gradients_equal_torchs_over_all_keys(shape: str, window: int | None) -> None:
+    check_against_torch(
+        torch.empty(0), shape, window, output_tolerance=1e-6, gradient_tolerance=2e-6
+    )
+    check_against_torch(
+        torch.empty(0, dtype=torch.float64),
+        shape,
+        window,
+        output_tolerance=1e-12,
+        gradient_tolerance=1e-12,
+    )
 
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("window", [None, 9])
-def test_sixteen_bits_are_near(window: int | None) -> None:
-    check(
-        torch.empty(0, dtype=torch.bfloat16), "grouped", window, of_outputs=1e-2, of_gradients=2e-2
+def test_bfloat16_attention_is_close_to_torchs(window: int | None) -> None:
+    check_against_torch(
+        torch.empty(0, dtype=torch.bfloat16),
+        "grouped",
+        window,
+        output_tolerance=1e-2,
+        gradient_tolerance=2e-2,
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_gpu_computes_the_same(shape: str, window: int | None) -> None:
-    check(
+def test_attention_on_a_gpu_equals_torchs(shape: str, window: int | None) -> None:
+    check_against_torch(
         torch.empty(0, dtype=torch.bfloat16, device="cuda"),
         shape,
         window,
-        of_outputs=1e-2,
-        of_gradients=2e-2,
+        output_tolerance=1e-2,
+        gradient_tolerance=2e-2,
     )
-    check(
+    check_against_torch(
         torch.empty(0, dtype=torch.float64, device="cuda"),
         shape,
         window,
-        of_outputs=1e-12,
-        of_gradients=1e-12,
+        output_tolerance=1e-12,
+        gradient_tolerance=1e-12,
     )
 
 
-def test_float32_rotary_tables_leave_the_projections_dtype() -> None:
-    """What comes of bfloat16 projections and float32 tables under autocast."""
-    query, key, value = noise(SHAPES["grouped"], steps=1)[0]
-    mixed = by_us([[query, key, value.bfloat16()]], None)[0]
+def test_float32_rotary_tables_keep_the_dtype_of_projections() -> None:
+    """Under autocast, bfloat16 projections and float32 tables give queries and keys of float32."""
+    query, key, value = make_noise(SHAPES["grouped"], steps=1)[0]
+    mixed = attend_by_cache([[query, key, value.bfloat16()]], None)[0]
     assert torch.equal(
-        mixed, by_us([[query.bfloat16(), key.bfloat16(), value.bfloat16()]], None)[0]
+        mixed, attend_by_cache([[query.bfloat16(), key.bfloat16(), value.bfloat16()]], None)[0]
     )
 
 
-def two_steps(cumulative_lengths: Tensor, longest: int, steps: list[list[Tensor]]) -> Tensor:
+def compute_loss(cumulative_lengths: Tensor, longest: int, steps: list[list[Tensor]]) -> Tensor:
     kv_cache = UnrollKVCache(cumulative_lengths, longest, 1, 9)
     return torch.stack([kv_cache.attend(0, *step) for step in steps]).square().sum()
 
 
-def test_nothing_asks_for_data() -> None:
+def test_attention_runs_on_tensors_without_data() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         steps = [
             [part.bfloat16().requires_grad_() for part in step]
-            for step in noise(SHAPES["other values"])
+            for step in make_noise(SHAPES["other values"])
         ]
-        two_steps(CUMULATIVE, LENGTH, steps).backward()
+        compute_loss(CUMULATIVE, LENGTH, steps).backward()
         assert all(
             part.grad is not None and part.grad.shape == part.shape
             for step in steps
@@ -182,28 +199,27 @@ def test_nothing_asks_for_data() -> None:
 
 
 @pytest.mark.long  # a compiler
-def test_it_is_one_graph_for_all_lengths() -> None:
-    compiled = torch.compile(two_steps, backend="aot_eager", fullgraph=True)
-    steps = noise(SHAPES["grouped"], steps=2)
+def test_attention_compiles_to_one_graph_for_all_lengths() -> None:
+    compiled = torch.compile(compute_loss, backend="aot_eager", fullgraph=True)
+    steps = make_noise(SHAPES["grouped"], steps=2)
     parts = [part.requires_grad_() for step in steps for part in step]
-    # the second shows what varies, the third is nothing new
+    # the second lengths show what varies, so the third must not recompile
     for lengths in ([13, 27], [5, 17, 18], [1, 2, 19, 18]):
         packing = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths)
         with torch._dynamo.config.patch(error_on_recompile=len(lengths) == 4):
             ours = torch.autograd.grad(compiled(*packing, steps), parts)
-        theirs = torch.autograd.grad(two_steps(*packing, steps), parts)
-        assert furthest(list(ours), list(theirs)) < 1e-5
+        theirs = torch.autograd.grad(compute_loss(*packing, steps), parts)
+        assert compute_largest_difference(list(ours), list(theirs)) < 1e-5
 
 
 @pytest.mark.parametrize(("window", "growth"), [(None, 4), (100, 1)])
 def test_memory_is_linear_in_the_length(window: int | None, growth: int) -> None:
-    """The largest tensor that is allocated anywhere, kernels included, for one document of 512
-    tokens and for one of 2,048."""
+    """The test compares the largest allocations, kernels included, for 512 and for 2,048 tokens."""
     largest = []
     for length in (512, 2048):
         steps = [
             [part.requires_grad_() for part in step]
-            for step in noise((2, 2, 16, 16), 2, length, rows=1)
+            for step in make_noise((2, 2, 16, 16), 2, length, rows=1)
         ]
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             kv_cache = UnrollKVCache(

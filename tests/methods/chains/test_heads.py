@@ -1,5 +1,4 @@
-"""What holds for every draft head: cached == uncached, batch == single, checkpoints that come back
-bit for bit, and are told apart."""
+"""Every draft head computes the same with a cache, in a batch, and after it is saved and loaded."""
 
 import json
 from functools import partial
@@ -52,20 +51,23 @@ Variant = tuple[str, Any, FrozenTarget]
 
 @pytest.fixture(params=(*VARIANTS, *mtp_targets.KINDS), scope="module")
 def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> Variant:
-    """A method, one of its heads, and the target that it is for: a Llama, or one with layers of
-    another kind."""
-    of_kind = request.param in mtp_targets.KINDS
-    if of_kind:
+    """A method, one of its heads, and the target of this head.
+
+    The target is a Llama, or of a class with an MTP layer of another kind.
+    """
+    has_own_target = request.param in mtp_targets.KINDS
+    if has_own_target:
         target = mtp_targets.tiny_target(request.param)
-    method, shape = VARIANTS["mtp" if of_kind else request.param]
+    method, shape = VARIANTS["mtp" if has_own_target else request.param]
     head = build_head(method, target, **shape)
-    for name, parameter in head.named_parameters():  # biases and norms too, which start as nothing
+    # Change biases and norms, which start as 0 or 1.
+    for name, parameter in head.named_parameters():
         if parameter.dim() == 1 and name not in head.shared:
             parameter.data += torch.linspace(0.1, 0.4, len(parameter))
     return method, head, target
 
 
-def kv_cache(head: Any, ids: torch.Tensor) -> UnrollKVCache:
+def build_kv_cache(head: Any, ids: torch.Tensor) -> UnrollKVCache:
     return causal(ids, head.config.num_layers, head.config.sliding_window)
 
 
@@ -78,7 +80,9 @@ def test_save_and_load_are_bit_equal(variant: Variant, tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def test_its_method_is_seen_and_another_is_refused(variant: Variant, tmp_path: Path) -> None:
+def test_the_method_of_a_checkpoint_is_found_and_another_is_refused(
+    variant: Variant, tmp_path: Path
+) -> None:
     method, head, target = variant
     save_head(method, head, tmp_path)
     assert find_method(tmp_path) == method
@@ -87,7 +91,7 @@ def test_its_method_is_seen_and_another_is_refused(variant: Variant, tmp_path: P
             load_proposer(other, tmp_path, target)
 
 
-def corrupt(folder: Path, change: str) -> None:
+def corrupt_checkpoint(folder: Path, change: str) -> None:
     weights, path = folder / "model.safetensors", folder / "config.json"
     tensors, config = load_file(weights), json.loads(path.read_text())
     name = next(name for name in tensors if name.endswith("up_proj.weight"))
@@ -103,15 +107,15 @@ def corrupt(folder: Path, change: str) -> None:
         config.get("text_config", config)["vocab_size"] = 77
         path.write_text(json.dumps(config))
     else:
-        changed = {
+        changed_tensors = {
             "missing": {},
             "unknown": {name: tensors[name], "extra": torch.ones(1)},
             "transposed": {name: tensors[name].T},
         }
-        kept = {other: tensor for other, tensor in tensors.items() if other != name} | changed[
-            change
-        ]
-        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, weights)
+        saved_tensors = {
+            other: tensor for other, tensor in tensors.items() if other != name
+        } | changed_tensors[change]
+        save_file({name: tensor.contiguous() for name, tensor in saved_tensors.items()}, weights)
 
 
 @pytest.mark.parametrize("method", HEADS)
@@ -128,11 +132,11 @@ def corrupt(folder: Path, change: str) -> None:
         ("another target", "vocab_size 77"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_refused(
+def test_a_corrupt_checkpoint_or_one_for_another_target_is_refused(
     method: str, change: str, holds: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     save_head(method, build_head(method, target), tmp_path)
-    corrupt(tmp_path, change)
+    corrupt_checkpoint(tmp_path, change)
     with refused("eval.draft", tmp_path, holds=holds):
         load_head(method, tmp_path, target)
 
@@ -143,7 +147,7 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
         whole, _ = head(
-            ids, hidden, head.rotary(hidden, torch.arange(12)[None]), kv_cache(head, ids)
+            ids, hidden, head.rotary(hidden, torch.arange(12)[None]), build_kv_cache(head, ids)
         )
         cache = DraftKVCache(
             1, partial(head.rotary, hidden), ids.device, head.config.sliding_window
@@ -156,18 +160,18 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
-def test_batch_equals_single(variant: Variant) -> None:
+def test_a_batch_equals_each_row_alone(variant: Variant) -> None:
     _, head, target = variant
     ids = torch.stack((torch.arange(3, 13), torch.arange(40, 50)))
     positions = torch.arange(10).expand(2, 10)
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
         rotary = head.rotary(hidden, positions)
-        both, _ = head(ids, hidden, rotary, kv_cache(head, ids))
+        both, _ = head(ids, hidden, rotary, build_kv_cache(head, ids))
         for row in range(2):
             one_rotary = tuple(table[:1] for table in rotary)
             one, _ = head(
-                ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1])
+                ids[row : row + 1], hidden[row : row + 1], one_rotary, build_kv_cache(head, ids[:1])
             )
             assert torch.allclose(both[row], one[0], atol=1e-5)
 
@@ -179,14 +183,18 @@ def test_the_unroll_computes_what_the_decoder_drafts(variant: Variant) -> None:
 
 @torch.no_grad()
 def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: Variant) -> None:
-    """At T = 0.7, by inversion of the distribution function; a token that the head does not have
-    gets nothing."""
+    """Tokens are drawn at T = 0.7 by inversion of the distribution function.
+
+    A token that the head does not have gets probability 0.
+    """
     _, head, target = variant
     text = [5, 9, 17, 30, 8]
     uniforms = torch.rand(2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     features = target.features(torch.tensor([text[:-1]]), head.aux_layers)
     ids, hidden = torch.tensor([text[1:]]), head.fuse(features)
-    normed, _ = head(ids, hidden, head.rotary(hidden, torch.arange(4)[None]), kv_cache(head, ids))
+    normed, _ = head(
+        ids, hidden, head.rotary(hidden, torch.arange(4)[None]), build_kv_cache(head, ids)
+    )
     expected = torch.zeros(target.vocab_size)
     expected[head.target_ids_W] = (head.logits(normed[0, -1]) / 0.7).softmax(-1)
     for tree in (None, StaticTree((1, 1))):

@@ -27,7 +27,7 @@ from tests.memorised import PROMPT, memorise
 from tests.targets.architectures import tiny_config, tiny_model
 from tests.tiny import tiny_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the classes
+pytestmark = pytest.mark.filterwarnings("ignore")  # the classes warn
 METHODS = ("eagle3", "eagle", "dflash", "dspark")
 GEMMAS = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_unified_text")
 FULL, SLIDING = (
@@ -38,9 +38,11 @@ FULL, SLIDING = (
 
 @cache
 @torch.no_grad()
-def target_of(kind: str) -> FrozenTarget:
-    """Return a random Gemma that says different things: large norms, as trained ones have, and
-    layers that outweigh the embedding."""
+def build_target(kind: str) -> FrozenTarget:
+    """Return a random Gemma whose text varies.
+
+    Its norms are large, as those of trained models are, and its layers outweigh the embedding.
+    """
     config = tiny_config(kind)
     text = config.get_text_config(decoder=True)
     text.update({"vocab_size": 260, "eos_token_id": None})
@@ -64,7 +66,7 @@ def target_of(kind: str) -> FrozenTarget:
     return target
 
 
-def draft_of(method: str, target: FrozenTarget, **shape: Any) -> Any:
+def build_draft(method: str, target: FrozenTarget, **shape: Any) -> Any:
     """Return a fresh head or block drafter."""
     return (
         build_block(method, target, **shape)
@@ -73,12 +75,12 @@ def draft_of(method: str, target: FrozenTarget, **shape: Any) -> Any:
     )
 
 
-def proposer_of(method: str, draft: Any) -> Any:
+def build_proposer(method: str, draft: Any) -> Any:
     return BlockProposer(draft) if method in KINDS else HeadProposer(draft)
 
 
-def generate(target: FrozenTarget, num_tokens: int) -> tuple[list[int], list[int]]:
-    """Return the prompt, and the greedy text by transformers' own generate()."""
+def generate_greedily(target: FrozenTarget, num_tokens: int) -> tuple[list[int], list[int]]:
+    """Return the prompt and the greedy text that transformers' own generate() writes."""
     prompt = target.tokenizer(PROMPT)["input_ids"]
     ids = target.model.generate(
         torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
@@ -117,9 +119,9 @@ def test_a_head_takes_the_entry_of_full_attention(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_positions_are_those_of_full_attention(method: str) -> None:
-    """Judged by the rotary embedding of transformers' own model."""
-    target = target_of("gemma3_text")
+def test_heads_use_the_rotary_embedding_of_full_attention(method: str) -> None:
+    """The expected tables are those of the rotary embedding in transformers' own model."""
+    target = build_target("gemma3_text")
     positions = torch.arange(200)[None]
     like = torch.zeros(1, 1, 1)
     expected = target.backbone.rotary_emb(like, positions, layer_type="full_attention")
@@ -127,17 +129,21 @@ def test_positions_are_those_of_full_attention(method: str) -> None:
         target.config.rope_parameters["full_attention"]
         != target.config.rope_parameters["sliding_attention"]
     )
-    for table, own in zip(expected, draft_of(method, target).rotary(like, positions), strict=True):
-        assert torch.allclose(table, own, atol=1e-6)
-    assert draft_of(method, target, rope_theta=5e5).config.rope_theta == 5e5
+    for table, actual in zip(
+        expected, build_draft(method, target).rotary(like, positions), strict=True
+    ):
+        assert torch.allclose(table, actual, atol=1e-6)
+    assert build_draft(method, target, rope_theta=5e5).config.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(
     "kind", ["llama", "gemma", "gemma2", "vaultgemma", "gemma3_text", "gemma4_text", "minicpm3"]
 )
 def test_embeddings_are_scaled_as_the_target_scales_them(kind: str, tmp_path: Path) -> None:
-    """Judged by what the target's own module looks up; EAGLE-3 norms it, so that a scale changes
-    nothing."""
+    """The expected embeddings are those that the target's own module looks up.
+
+    EAGLE-3 normalizes the embedding, so a scale changes nothing.
+    """
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     ids = torch.arange(3, 40)[None]
     expected = target.model.get_input_embeddings()(ids)
@@ -165,9 +171,9 @@ def test_embeddings_are_scaled_as_the_target_scales_them(kind: str, tmp_path: Pa
     [pytest.param(kind, marks=[pytest.mark.long] * (kind != "gemma3_text")) for kind in GEMMAS],
 )
 def test_greedy_text_is_that_of_generate(kind: str, method: str) -> None:
-    target = target_of(kind)
-    prompt, expected = generate(target, 24)
-    decoder = Decoder(target, proposer_of(method, draft_of(method, target)))
+    target = build_target(kind)
+    prompt, expected = generate_greedily(target, 24)
+    decoder = Decoder(target, build_proposer(method, build_draft(method, target)))
     assert (
         list(decoder.generate(prompt, max_new_tokens=24, num_speculative_tokens=4).token_ids)
         == expected
@@ -178,15 +184,15 @@ def test_greedy_text_is_that_of_generate(kind: str, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", GEMMAS)
 def test_a_memorised_text_is_accepted(kind: str, method: str, tmp_path: Path) -> None:
-    target = target_of(kind)
-    folder = memorise(method, target, tmp_path / "run", begins_evenly=True)
+    target = build_target(kind)
+    heads_folder = memorise(method, target, tmp_path / "run", begins_evenly=True)
     draft = (
-        load_block(KINDS[method], folder, target)
+        load_block(KINDS[method], heads_folder, target)
         if method in KINDS
-        else load_head(method, folder, target)
+        else load_head(method, heads_folder, target)
     )
-    prompt, expected = generate(target, 60)
-    result = Decoder(target, proposer_of(method, draft)).generate(
+    prompt, expected = generate_greedily(target, 60)
+    result = Decoder(target, build_proposer(method, draft)).generate(
         prompt, max_new_tokens=60, num_speculative_tokens=4
     )
     assert list(result.token_ids) == expected
@@ -194,15 +200,15 @@ def test_a_memorised_text_is_accepted(kind: str, method: str, tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a target of each of two classes, and heads for them."""
     path = tmp_path_factory.mktemp("gemma")
     for kind in ("gemma3_text", "gemma4_text"):
-        model = target_of(kind).model
+        model = build_target(kind).model
         model.save_pretrained(path / kind)
         tiny_tokenizer().save_pretrained(path / kind)
         for method in ("eagle3", "eagle"):
-            save_head(method, build_head(method, target_of(kind)), path / f"{method} for {kind}")
+            save_head(method, build_head(method, build_target(kind)), path / f"{method} for {kind}")
     return path
 
 
@@ -213,22 +219,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gemma4_text", "serves heads for Gemma 4"),
     ],
 )
-def test_plan_and_serve_md_say_which_engines_serve_it(
-    folder: Path, kind: str, note: str, tmp_path: Path
+def test_plan_and_serve_md_say_which_engines_serve_a_head(
+    heads_folder: Path, kind: str, note: str, tmp_path: Path
 ) -> None:
-    plan = make_plan(read_model_config(str(folder / kind), key="target.model"))
+    plan = make_plan(read_model_config(str(heads_folder / kind), key="target.model"))
     rows = {row.method: row for row in plan.methods}
     assert all(rows[method].available and note in rows[method].note for method in METHODS)
-    export(folder / f"eagle3 for {kind}", "vllm", tmp_path / "out", TargetFiles(str(folder / kind)))
+    export(
+        heads_folder / f"eagle3 for {kind}",
+        "vllm",
+        tmp_path / "out",
+        TargetFiles(str(heads_folder / kind)),
+    )
     assert note in (tmp_path / "out" / "SERVE.md").read_text()
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gemma4_text"])
-def test_a_head_differs_in_nothing_from_its_target(folder: Path, kind: str) -> None:
+def test_a_head_for_its_target_has_no_findings(heads_folder: Path, kind: str) -> None:
     """A base or a kind of rotary embedding that the target's full attention has is no finding."""
     assert (
         check_draft(
-            "eagle3", folder / f"eagle3 for {kind}", TargetFiles(str(folder / kind)), "draft"
+            "eagle3",
+            heads_folder / f"eagle3 for {kind}",
+            TargetFiles(str(heads_folder / kind)),
+            "draft",
         )
         == []
     )
@@ -237,19 +251,19 @@ def test_a_head_differs_in_nothing_from_its_target(folder: Path, kind: str) -> N
 @torch.no_grad()
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_exported_eagle_head_reads_the_table_unscaled(
-    folder: Path, engine: str, tmp_path: Path
+    heads_folder: Path, engine: str, tmp_path: Path
 ) -> None:
-    """What fc makes of an embedding is the same as before, though engines do not scale it."""
-    target = target_of("gemma3_text")
+    """The output of fc is the same as before, though engines do not scale the embedding."""
+    target = build_target("gemma3_text")
     export(
-        folder / "eagle for gemma3_text",
+        heads_folder / "eagle for gemma3_text",
         engine,
         tmp_path / "out",
-        TargetFiles(str(folder / "gemma3_text")),
+        TargetFiles(str(heads_folder / "gemma3_text")),
     )
     assert "embedding_scale" not in (tmp_path / "out" / "config.json").read_text()
     exported = load_head("eagle", tmp_path / "out", target)
-    trained = load_head("eagle", folder / "eagle for gemma3_text", target)
+    trained = load_head("eagle", heads_folder / "eagle for gemma3_text", target)
     ids = torch.arange(3, 40)[None]
     feature = torch.zeros(1, 37, target.hidden_size)
     expected = trained.fc(torch.cat((target.model.get_input_embeddings()(ids), feature), dim=-1))
@@ -258,8 +272,8 @@ def test_an_exported_eagle_head_reads_the_table_unscaled(
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_engines_that_do_not_scale_are_not_given_drafters_that_do(method: str) -> None:
-    draft = build_block(method, target_of("gemma3_text"))
+def test_engines_that_do_not_scale_embeddings_refuse_drafters_that_do(method: str) -> None:
+    draft = build_block(method, build_target("gemma3_text"))
     for engine in ("sglang", "llama.cpp"):
         _, layout = find_serving(engine, method, "the draft")
         with pytest.raises(UserError, match="a scaled embedding"):

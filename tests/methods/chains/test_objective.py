@@ -1,5 +1,7 @@
-"""The unroll's shifts, masks and attention: by formula. What decoding computes with it:
-test_heads.py."""
+"""The unroll's shifts, masks and attention equal their formulas.
+
+That decoding computes the same is tested in test_heads.py.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from tests.heads import build_head, causal, document_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
-def run(
+def run_objective(
     model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, StepSums]:
     batch = index_batch(rows)
@@ -28,7 +30,7 @@ def run(
     return total, sums
 
 
-def numbered_rows(length: int, start: int) -> dict[str, torch.Tensor]:
+def make_numbered_rows(length: int, start: int) -> dict[str, torch.Tensor]:
     return document_rows(range(start, start + length))
 
 
@@ -37,8 +39,11 @@ BEND = torch.linspace(-0.3, 0.3, 64)
 
 
 class Toy(torch.nn.Module):
-    """A head in a few lines: a pair's value is embedding plus hidden state, all that it sees counts
-    alike, positions are added."""
+    """A head in a few lines.
+
+    The value of a pair is its embedding plus its hidden state. Attention weights all that a pair
+    sees alike, and positions are added.
+    """
 
     aux_layers = ()
 
@@ -69,15 +74,17 @@ class Toy(torch.nn.Module):
         return normed, normed - hidden
 
 
-def by_formula(
+def compute_by_formula(
     toy: Toy, target: FrozenTarget, ids: list[int]
 ) -> dict[tuple[int, int], list[float]]:
-    """(step, token that it predicts) -> divergence, whether the top-1 is the target's, and
-    acceptance, over one document."""
+    """Return three metrics of one document, by step and by the token that it predicts.
+
+    The metrics are the divergence, whether the top-1 is the target's, and the acceptance.
+    """
     output = target.model(torch.tensor([ids]), output_hidden_states=True)
     features, target_logits = output.hidden_states[-1][0], output.logits[0]
     pairs = [toy.embedding[ids[t + 1]] + features[t] for t in range(len(ids) - 1)]
-    kept, found = toy.target_ids_W, {}
+    kept_ids, metrics = toy.target_ids_W, {}
     for root in range(len(ids) - 2):
         hidden, chain = features[root], []
         for k in range(min(3, len(ids) - 2 - root)):
@@ -87,20 +94,22 @@ def by_formula(
             hidden = normed - hidden
             p = (target_logits[root + 1 + k] / TEMPERATURE).softmax(-1)
             q = (toy.logits.linear.weight @ normed / TEMPERATURE).softmax(-1)
-            soft = p[kept] / p[kept].sum()
-            is_correct = float(kept[q.argmax()] == p.argmax())
-            found[k, root + 2 + k] = [
+            soft = p[kept_ids] / p[kept_ids].sum()
+            is_correct = float(kept_ids[q.argmax()] == p.argmax())
+            metrics[k, root + 2 + k] = [
                 float((soft * (soft / q).log()).sum()),
                 is_correct,
-                float(torch.minimum(p[kept], q).sum()),
+                float(torch.minimum(p[kept_ids], q).sum()),
             ]
-    return found
+    return metrics
 
 
 @torch.no_grad()
-def test_loss_acceptance_and_chains_are_their_formulas() -> None:
-    """Two documents and padding in a row, a pruned vocabulary, a window that is shorter than the
-    documents, tokens without loss."""
+def test_loss_acceptance_and_chains_equal_their_formulas() -> None:
+    """The row has two documents and padding, and tokens without loss.
+
+    The vocabulary is pruned, and the window is shorter than the documents.
+    """
     target = FrozenTarget(
         tiny_target_model(num_layers=2, vocab_size=24, seed=8), tiny_tokenizer(), name="tiny"
     )
@@ -115,18 +124,18 @@ def test_loss_acceptance_and_chains_are_their_formulas() -> None:
     }
     expected = torch.zeros(7, 3)  # in the order of StepSums
     for text, mask in zip(texts, masks, strict=True):
-        found = by_formula(toy, target, text)
+        metrics = compute_by_formula(toy, target, text)
         for root in range(len(text)):
             chain = torch.ones(3)
             for k in range(3):
                 has_loss = mask[root + 2 + k : root + 3 + k] == [1]
-                loss, correct, accepted = found[k, root + 2 + k] if has_loss else (0.0, 0.0, 0.0)
+                loss, correct, accepted = metrics[k, root + 2 + k] if has_loss else (0.0, 0.0, 0.0)
                 expected[:4, k] += torch.tensor([loss, has_loss, correct, accepted])
                 chain *= torch.tensor([correct, accepted, has_loss])
                 expected[4:, k] += chain
     rows = {name: torch.tensor([column]) for name, column in columns.items()}
     unroll = TrainingTimeTest(toy, forward_kl, 3, step_decay=0.5, temperature=TEMPERATURE)
-    total, sums = run(unroll, target, rows)
+    total, sums = run_objective(unroll, target, rows)
     assert (
         torch.allclose(sums.table()[:7], expected, rtol=1e-4)
         and unroll.count_loss_tokens(index_batch(rows)) == expected[1, 0]
@@ -141,29 +150,33 @@ def test_loss_acceptance_and_chains_are_their_formulas() -> None:
 def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(
     target: FrozenTarget, plain_linear: bool
 ) -> None:
-    """Also where its head cannot be cut."""
-    ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
-    made = SoftTargets.from_hidden(
+    """This also holds where the head of the target cannot be pruned."""
+    ids, kept_ids = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
+    soft_targets = SoftTargets.from_hidden(
         target.logits,
         target.features(ids, []).last_hidden,
         torch.arange(1, ids.shape[1]),
-        kept,
+        kept_ids,
         0.7,
     )
-    made = made if plain_linear else dataclasses.replace(made, pruned=None)
+    soft_targets = soft_targets if plain_linear else dataclasses.replace(soft_targets, pruned=None)
     distributions = (target.model(ids).logits[0, :-1] / 0.7).softmax(-1)
-    soft = made.at(slice(None), measure=True)
+    soft = soft_targets.at(slice(None), measure=True)
     assert soft.mass_r is not None and soft.top1_r is not None
     assert torch.allclose(soft.probs_rW.sum(-1), torch.ones(11), atol=1e-5)
-    assert torch.allclose(soft.mass_r, distributions[:, kept].sum(-1), atol=1e-5)
-    assert torch.allclose(soft.probs_rW * soft.mass_r[:, None], distributions[:, kept], atol=1e-5)
+    assert torch.allclose(soft.mass_r, distributions[:, kept_ids].sum(-1), atol=1e-5)
+    assert torch.allclose(
+        soft.probs_rW * soft.mass_r[:, None], distributions[:, kept_ids], atol=1e-5
+    )
     assert torch.equal(soft.top1_r, distributions.argmax(-1))
-    assert torch.allclose(made.at(slice(None), measure=False).probs_rW, soft.probs_rW, atol=1e-6)
+    assert torch.allclose(
+        soft_targets.at(slice(None), measure=False).probs_rW, soft.probs_rW, atol=1e-6
+    )
 
 
 @pytest.mark.long  # a compiler
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])
-def test_a_compiled_layer_is_one_graph_of_each_step(
+def test_compiled_layers_make_one_graph_for_each_step(
     target: FrozenTarget, method: str, num_steps: int
 ) -> None:
     options = {"draft_vocabulary": torch.arange(1, 200, 2)} if method == "eagle3" else {}
@@ -180,7 +193,7 @@ def test_a_compiled_layer_is_one_graph_of_each_step(
                 {"torch_compile": True, "torch_compile_backend": "aot_eager"}, no_target, model
             )
         model.zero_grad()
-        run(model, target, numbered_rows(24, 3))[0].backward()
+        run_objective(model, target, make_numbered_rows(24, 3))[0].backward()
         gradients.append(
             {
                 name: parameter.grad
@@ -188,37 +201,42 @@ def test_a_compiled_layer_is_one_graph_of_each_step(
                 if parameter.grad is not None
             }
         )
-    # and the loss's
+    # one graph for each step, and one for the loss
     assert counters["stats"]["unique_graphs"] == num_steps + 1 and not counters["graph_break"]
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
 
 
-def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> None:
-    """Two loss tokens, one step: the divergence plus the weighted SmoothL1 to f_{t+1}, computed by
-    hand."""
-    rows = numbered_rows(6, 3)
+def test_predicted_features_are_regressed_on_the_targets_next_features(
+    target: FrozenTarget,
+) -> None:
+    """The expected loss of two tokens adds the weighted SmoothL1 to f_{t+1} to the divergence."""
+    rows = make_numbered_rows(6, 3)
     rows["loss_mask"][:, :4] = 0
     draft = build_eagle(target)
-    plain, _ = run(TrainingTimeTest(draft, forward_kl, 1), target, rows)
-    held, _ = run(TrainingTimeTest(draft, forward_kl, 1, feature_weight=0.5), target, rows)
+    plain, _ = run_objective(TrainingTimeTest(draft, forward_kl, 1), target, rows)
+    regressed, _ = run_objective(
+        TrainingTimeTest(draft, forward_kl, 1, feature_weight=0.5), target, rows
+    )
     with torch.no_grad():
         features = target.features(rows["input_ids"], ()).last_hidden
         ids = shift_left(rows["input_ids"], 1, 0)
         rotary = draft.rotary(features, rows["position_ids"])
-        given, _ = draft(ids, features, rotary, causal(ids))
-        gap = (given[0, 2:4] - features[0, 3:5]).abs()  # x_4 and x_5 are predicted at 2 and 3
+        predicted, _ = draft(ids, features, rotary, causal(ids))
+        gap = (predicted[0, 2:4] - features[0, 3:5]).abs()  # x_4 and x_5 are predicted at 2 and 3
         smooth = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(-1).sum()
-    assert float(held.detach() - plain.detach()) == pytest.approx(0.5 * float(smooth), rel=1e-4)
+    assert float(regressed.detach() - plain.detach()) == pytest.approx(
+        0.5 * float(smooth), rel=1e-4
+    )
 
 
-def test_noise_is_for_training_alone(target: FrozenTarget) -> None:
+def test_noise_is_added_in_training_alone(target: FrozenTarget) -> None:
     model, rows = (
         TrainingTimeTest(build_eagle(target), forward_kl, 1, noise=0.1),
-        numbered_rows(9, 3),
+        make_numbered_rows(9, 3),
     )
-    quiet = [float(run(model.eval(), target, rows)[0].detach()) for _ in range(2)]
-    noisy = [float(run(model.train(), target, rows)[0].detach()) for _ in range(2)]
+    quiet = [float(run_objective(model.eval(), target, rows)[0].detach()) for _ in range(2)]
+    noisy = [float(run_objective(model.train(), target, rows)[0].detach()) for _ in range(2)]
     assert quiet[0] == quiet[1] and noisy[0] != noisy[1]
     assert noisy[0] == pytest.approx(quiet[0], rel=0.2)

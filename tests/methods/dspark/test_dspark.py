@@ -1,5 +1,4 @@
-"""DSpark's correction: slot by slot in drafting, all slots at once in training; and what it and its
-confidence do."""
+"""DSpark's correction, slot by slot and for all slots at once, and its confidence."""
 
 from typing import Any
 
@@ -17,19 +16,21 @@ from tests.heads import build_block, document_rows
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_slot_by_slot_the_correction_is_that_of_all_slots_at_once(
+def test_the_correction_slot_by_slot_equals_that_of_all_slots_at_once(
     target: FrozenTarget, kind: str
 ) -> None:
-    """And of those before it alone: other tokens later change nothing."""
+    """A correction depends on earlier tokens alone: other tokens later change nothing."""
     draft: Any = build_block("dspark", target, markov_head_type=kind)
     torch.manual_seed(0)
     hidden, previous = torch.randn(3, 5, target.hidden_size), torch.randint(3, 250, (3, 5))
     together, embedded = draft.markov_head(hidden, previous)
     state = draft.markov_head.start(hidden)
     for slot in range(5):
-        correction, own, state = draft.markov_head.step(hidden[:, slot], previous[:, slot], state)
+        correction, embedding, state = draft.markov_head.step(
+            hidden[:, slot], previous[:, slot], state
+        )
         assert torch.allclose(correction, together[:, slot], atol=1e-6) and torch.equal(
-            own, embedded[:, slot]
+            embedding, embedded[:, slot]
         )
     changed = previous.clone()
     changed[:, 3] += 1
@@ -50,8 +51,7 @@ def test_a_fresh_correction_corrects_nothing(target: FrozenTarget, kind: str, ra
 
 
 def test_confidence_learns_how_likely_each_slot_is_accepted(target: FrozenTarget) -> None:
-    """Trained on a row until it is stated: the mean is the expected acceptance that the objective
-    measures."""
+    """After training on a row, the mean confidence is the acceptance that is measured."""
     draft: Any = build_block("dspark", target, block_size=4)
     objective = BlockObjective(draft, forward_kl, 16, confidence_weight=1.0)
     batch = objective.prepare(
@@ -70,6 +70,6 @@ def test_confidence_learns_how_likely_each_slot_is_accepted(target: FrozenTarget
         optimizer.step()
     _, sums = objective(**batch, **inputs, measure=True)
     counts = batch["has_loss"]
-    stated = (seen[-1] * counts).sum(0) / counts.sum(0)
+    confidence = (seen[-1] * counts).sum(0) / counts.sum(0)
     measured = sums.accepted / sums.loss_tokens
-    assert torch.allclose(stated, measured, atol=0.05)
+    assert torch.allclose(confidence, measured, atol=0.05)

@@ -1,5 +1,4 @@
-"""Early exits: the text of transformers' `generate()`, no token through a layer twice, and every
-command that takes a draft."""
+"""Early exits: the text of `generate()`, one pass for each layer and token, and every command."""
 
 import json
 from itertools import pairwise
@@ -32,9 +31,9 @@ TEXTS = [f"def f{number}(x):\n    return x * {number * 7} + {number}\n" for numb
 
 
 @pytest.mark.parametrize("exit_layer", [1, 3])
-# windows by turns, scaled embeddings, experts
+# with alternating windows, scaled embeddings and experts
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_its_text_is_that_of_generate(kind: str, exit_layer: int) -> None:
+def test_the_text_of_an_early_exit_is_that_of_generate(kind: str, exit_layer: int) -> None:
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     target.model.generation_config.eos_token_id = []
     theirs = target.model.generate(
@@ -45,7 +44,7 @@ def test_its_text_is_that_of_generate(kind: str, exit_layer: int) -> None:
     assert list(run.token_ids) == theirs[0, len(PROMPT) :].tolist()
 
 
-def test_its_loss_is_the_divergence_from_what_all_layers_say() -> None:
+def test_the_loss_is_the_divergence_from_the_output_of_all_layers() -> None:
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     objective = ExitDistillation(build_exit(target, exit_layer=1), forward_kl, num_positions=K)
     batch = objective.prepare(index_batch(document_rows(PROMPT)), None)
@@ -62,15 +61,15 @@ def test_its_loss_is_the_divergence_from_what_all_layers_say() -> None:
     assert sums.chain_correct is not None and sums.chain_correct.tolist() == chains
 
 
-def test_no_token_goes_through_a_layer_twice_but_what_was_rejected() -> None:
+def test_only_rejected_tokens_go_through_a_layer_twice() -> None:
     target = FrozenTarget(tiny_target_model(seed=3, vocab_size=40), tiny_tokenizer(), name="tiny")
     target.model.generation_config.eos_token_id = []
     proposer = ExitProposer(build_exit(target, exit_layer=2), target)
     seen: list[list[list[int]]] = [[] for _ in target.layers]  # positions of each pass, by layer
     for passes, layer in zip(seen, target.layers, strict=True):
         layer.register_forward_pre_hook(
-            lambda _layer, _args, given, passes=passes: passes.append(
-                given["position_ids"][0].tolist()
+            lambda _layer, _args, kwargs, passes=passes: passes.append(
+                kwargs["position_ids"][0].tolist()
             ),
             with_kwargs=True,
         )
@@ -84,7 +83,7 @@ def test_no_token_goes_through_a_layer_twice_but_what_was_rejected() -> None:
     assert seen == [first, first, last, last]
 
 
-def test_a_saved_exit_is_the_same_and_fits_its_target_alone(tmp_path: Path) -> None:
+def test_a_saved_exit_loads_unchanged_and_for_its_target_alone(tmp_path: Path) -> None:
     target, deeper = (
         FrozenTarget(tiny_target_model(num_layers=n), tiny_tokenizer(), name="tiny") for n in (2, 4)
     )
@@ -97,7 +96,7 @@ def test_a_saved_exit_is_the_same_and_fits_its_target_alone(tmp_path: Path) -> N
         load_exit(tmp_path, deeper)
 
 
-def test_what_it_cannot_do_is_refused_by_name(target: FrozenTarget) -> None:
+def test_options_that_early_exits_do_not_support_are_refused_by_key(target: FrozenTarget) -> None:
     proposer = proposer_of("early_exit", target)
     with refused("eval.batch_size"):
         Decoder(target, proposer).check_batches()
@@ -118,7 +117,7 @@ def test_what_it_cannot_do_is_refused_by_name(target: FrozenTarget) -> None:
 
 
 @pytest.mark.long  # six commands
-def test_every_command_takes_it(tmp_path: Path) -> None:
+def test_every_command_takes_an_early_exit(tmp_path: Path) -> None:
     tiny_target_model().save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     (tmp_path / "texts.jsonl").write_text(
@@ -135,7 +134,7 @@ def test_every_command_takes_it(tmp_path: Path) -> None:
         f"target={tmp_path / 'target'}",
         f"suite={tmp_path / 'prompts.jsonl'}",
     )
-    measured = ["max_new_tokens=16", "repeats=1", "warmup=0"]
+    eval_options = ["max_new_tokens=16", "repeats=1", "warmup=0"]
     keys = [
         "method=early_exit",
         f"target.model={tmp_path / 'target'}",
@@ -154,7 +153,7 @@ def test_every_command_takes_it(tmp_path: Path) -> None:
         "data.max_length=64",
         *SMALL,
     ]
-    assert specdistill("train", *keys, *(f"eval.{key}" for key in measured)).returncode == 0
+    assert specdistill("train", *keys, *(f"eval.{key}" for key in eval_options)).returncode == 0
     assert specdistill("eval", f"recipe={run / 'run' / 'recipe.yaml'}").returncode == 0
     report: dict[str, Any] = json.loads(
         (run / "report" / "report.json").read_text(encoding="utf-8")
@@ -178,7 +177,7 @@ def test_every_command_takes_it(tmp_path: Path) -> None:
         "drafts=[" + f"{run / 'draft'},ngram]",
         target,
         suite,
-        *measured,
+        *eval_options,
         "sampling_draws=0",
         f"output_dir={tmp_path / 'both'}",
     ]

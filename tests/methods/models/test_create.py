@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def compute_logits(model: PreTrainedModel) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
@@ -52,44 +52,48 @@ def test_layers_are_evenly_spaced_with_both_ends() -> None:
     assert choose_evenly_spaced(5, 5) == [0, 1, 2, 3, 4]
 
 
-def test_with_nothing_cut_it_is_the_target(model: PreTrainedModel) -> None:
-    assert torch.equal(logits(from_layers(model, model.config.num_hidden_layers)), logits(model))
+def test_a_draft_of_all_layers_is_the_target(model: PreTrainedModel) -> None:
+    assert torch.equal(
+        compute_logits(from_layers(model, model.config.num_hidden_layers)), compute_logits(model)
+    )
 
 
 def test_kept_layers_are_the_target_s_own_in_their_order(model: PreTrainedModel) -> None:
-    """A target whose other layers do nothing is its kept layers."""
+    """The draft of the first and last layers equals a target whose other layers do nothing."""
     last = model.config.num_hidden_layers - 1
     draft = from_layers(model, 2)
     emptied = from_layers(model, model.config.num_hidden_layers)
     for layer in emptied.model.layers[1:last]:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             torch.nn.init.zeros_(projection.weight)
-    assert torch.allclose(logits(draft), logits(emptied), atol=1e-5)
+    assert torch.allclose(compute_logits(draft), compute_logits(emptied), atol=1e-5)
     assert [layer.self_attn.layer_idx for layer in draft.model.layers] == [0, 1]
 
 
-def test_kinds_of_layers_follow_their_layers() -> None:
+def test_each_kept_layer_keeps_its_attention_type() -> None:
     assert from_layers(qwen(), 3).config.layer_types == ["full_attention"] * 3
     assert from_layers(qwen(), 4).config.layer_types[1:3] != ["full_attention"] * 2
 
 
 def test_the_draft_s_weights_are_copies(model: PreTrainedModel) -> None:
-    before = logits(model)
+    before = compute_logits(model)
     draft = from_layers(model, 2)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.zero_()
-    assert torch.equal(logits(model), before)
+    assert torch.equal(compute_logits(model), before)
 
 
-def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
+def test_a_draft_from_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
     shape = ModelShape(2, 32, 48, 2, 1, 16)
     one, same, other = (build_resized(model, shape, seed=seed) for seed in (1, 1, 2))
-    assert read_model_shape(one.config) == shape and logits(one).shape == (2, 24, 260)
-    assert torch.equal(logits(one), logits(same)) and not torch.equal(logits(one), logits(other))
+    assert read_model_shape(one.config) == shape and compute_logits(one).shape == (2, 24, 260)
+    assert torch.equal(compute_logits(one), compute_logits(same)) and not torch.equal(
+        compute_logits(one), compute_logits(other)
+    )
 
 
-def test_a_step_costs_the_larger_share() -> None:
+def test_a_step_costs_the_larger_share_of_layers_and_weights() -> None:
     target = tiny_target_model()
     assert step_ratio(target, from_layers(target, 4)) == 1
     # half the layers, and more than half of the weights read: the head stays
@@ -105,7 +109,7 @@ def test_a_step_costs_the_larger_share() -> None:
     )
 
 
-def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
+def test_a_token_reads_only_its_own_experts_of_a_mixture() -> None:
     config = MixtralConfig(
         vocab_size=50,
         hidden_size=16,
@@ -119,13 +123,13 @@ def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
     rest = model.num_parameters() - experts - 50 * 16
     assert count_weights_read(model) == pytest.approx(rest + experts / 4)
     assert count_weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
-    # and its router
+    # the experts of one token, and the router
     assert count_parameters_read(model.model.layers[0].mlp, config) == pytest.approx(
         experts / 8 + 16 * 8
     )
 
 
-def test_each_start_builds_a_draft_and_says_what_it_costs(
+def test_each_init_builds_a_draft_and_logs_its_cost(
     target: FrozenTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="specdistill"):
@@ -157,7 +161,7 @@ def test_settings_that_do_not_fit_are_refused(
         create_draft_model(target, **settings)
 
 
-def test_of_a_larger_draft_is_warned_with_its_bound(
+def test_a_draft_deeper_than_the_target_is_warned_of(
     target: FrozenTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     draft = create_draft_model(target, init="scratch", num_layers=8)
@@ -167,8 +171,8 @@ def test_of_a_larger_draft_is_warned_with_its_bound(
     ] == ["WARNING"]
 
 
-def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path) -> None:
-    """Its class is more than a language model, and so would be one made of its parts."""
+def test_a_target_for_text_and_images_takes_only_a_trained_draft(tmp_path: Path) -> None:
+    """The class is more than a language model, and so would be a draft made of its layers."""
     write_model(tmp_path / "target", {"model_type": "gemma3"}, OTHERS)
     write_model(tmp_path / "small", {"model_type": "gemma3_text"}, OTHERS, num_layers=2)
     target = FrozenTarget.load(str(tmp_path / "target"))
@@ -187,41 +191,42 @@ def test_save_and_load_are_bit_equal(
     save_draft_model(draft, target.tokenizer, tmp_path)
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert (
-        torch.equal(logits(loaded), logits(draft))
+        torch.equal(compute_logits(loaded), compute_logits(draft))
         and tokenizer.get_vocab() == target.tokenizer.get_vocab()
     )
-    assert torch.equal(logits(create_draft_model(target, init=str(tmp_path))), logits(draft))
+    assert torch.equal(
+        compute_logits(create_draft_model(target, init=str(tmp_path))), compute_logits(draft)
+    )
 
 
 @pytest.mark.parametrize(("num_rows", "own_rows"), [(320, 260), (260, 384)])
-def test_tables_that_are_padded_otherwise_get_the_target_s_rows(
+def test_tables_with_other_padding_get_as_many_rows_as_the_targets(
     num_rows: int, own_rows: int, tmp_path: Path
 ) -> None:
     """gemma-3-27b has 262,208 rows, gemma-3-1b 262,144, and both the same tokens."""
     target = FrozenTarget(tiny_target_model(vocab_size=num_rows), tiny_tokenizer(), name="padded")
-    given = tiny_target_model(num_layers=1, vocab_size=own_rows)
-    save_draft_model(given, target.tokenizer, tmp_path)
+    saved_model = tiny_target_model(num_layers=1, vocab_size=own_rows)
+    save_draft_model(saved_model, target.tokenizer, tmp_path)
     draft = create_draft_model(target, init=str(tmp_path))
-    assert draft.config.vocab_size == logits(draft).shape[-1] == num_rows
-    assert torch.equal(logits(draft)[..., :260], logits(given)[..., :260])
+    assert draft.config.vocab_size == compute_logits(draft).shape[-1] == num_rows
+    assert torch.equal(compute_logits(draft)[..., :260], compute_logits(saved_model)[..., :260])
 
 
 def test_a_model_on_the_hub_is_read_at_its_revision(
     monkeypatch: pytest.MonkeyPatch, target: FrozenTarget
 ) -> None:
-    asked = []
+    requests = []
     read = lambda place, **options: (  # noqa: E731
-        asked.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())
+        requests.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())
     )
     monkeypatch.setattr(checkpoint, "read_causal_lm", read)
     for name in ("org/name@0123abc", "org/name"):
         create_draft_model(target, init=name)
-    assert asked == [("org/name", "0123abc"), ("org/name", None)]
+    assert requests == [("org/name", "0123abc"), ("org/name", None)]
 
 
-def test_an_encoder_is_no_draft(tmp_path: Path) -> None:
-    """transformers loads it as a causal language model, whose every position sees the whole
-    text."""
+def test_an_encoder_is_refused_as_a_draft(tmp_path: Path) -> None:
+    """transformers loads it as a causal language model, but every position sees the whole text."""
     BertForMaskedLM(
         BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     ).save_pretrained(tmp_path)
@@ -233,7 +238,7 @@ def test_an_encoder_is_no_draft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken", ["model.safetensors", "tokenizer.json", "config.json", "truncated"]
 )
-def test_a_folder_that_is_not_whole_is_refused(
+def test_an_incomplete_checkpoint_is_refused(
     target: FrozenTarget, tmp_path: Path, broken: str
 ) -> None:
     save_draft_model(from_layers(target.model, 2), target.tokenizer, tmp_path)

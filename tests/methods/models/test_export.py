@@ -1,4 +1,4 @@
-"""Draft models: their own folder, for each engine."""
+"""Draft models are exported to each engine as a folder of their own."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer, write_target
 
 
-def save(
+def save_model(
     folder: Path, model: PreTrainedModel | None = None, tokenizer: Any = None
 ) -> PreTrainedModel:
     model = model or tiny_target_model(num_layers=2)
@@ -30,8 +30,8 @@ def save(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "gguf"])
-def test_a_small_draft_comes_back_bit_for_bit(engine: str, tmp_path: Path) -> None:
-    save(tmp_path / "ours", tiny_target_model(num_layers=2).bfloat16())
+def test_an_exported_draft_model_is_bit_equal(engine: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "ours", tiny_target_model(num_layers=2).bfloat16())
     assert export(tmp_path / "ours", engine, tmp_path / "out").method == "draft_model"
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "out"))
     assert before.keys() == after.keys()
@@ -44,8 +44,8 @@ def test_a_small_draft_comes_back_bit_for_bit(engine: str, tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"SERVE.md"}
 
 
-def test_its_config_is_for_older_and_newer_readers(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
+def test_an_exported_config_serves_older_and_newer_readers(tmp_path: Path) -> None:
+    save_model(tmp_path / "ours")
     export(tmp_path / "ours", "vllm", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rope_theta"] == 10000.0 and config["rope_scaling"] is None
@@ -53,7 +53,7 @@ def test_its_config_is_for_older_and_newer_readers(tmp_path: Path) -> None:
     assert config["dtype"] == config["torch_dtype"] == "float32"
 
 
-def test_both_spellings_of_a_rotary_embedding() -> None:
+def test_a_config_gets_both_spellings_of_its_rotary_embedding() -> None:
     scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     both = {"rope_theta": 10000.0, "rope_scaling": scaling, "rope_parameters": LLAMA3}
     assert add_both_spellings({"rope_parameters": LLAMA3}) == both
@@ -64,9 +64,8 @@ def test_both_spellings_of_a_rotary_embedding() -> None:
 
 
 def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
-    """Though the tokens are the same, and the rows beyond them are nobody's: engines compare
-    widths."""
-    save(tmp_path / "ours", tiny_target_model(num_layers=2, vocab_size=264))
+    """Engines compare widths, though the tokens are the same and no token has the other rows."""
+    save_model(tmp_path / "ours", tiny_target_model(num_layers=2, vocab_size=264))
     for engine in ("vllm", "sglang", "gguf"):
         with refused("engine", f"{engine} for"):
             export(
@@ -78,6 +77,6 @@ def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_takes_no_models_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
+    save_model(tmp_path / "ours")
     with refused("engine", "speculators for "):
         export(tmp_path / "ours", "speculators", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A plain Llama in the parts of draft heads, against transformers' own."""
+"""A plain Llama made of the parts of draft heads computes what transformers computes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.draft_models import LLAMA3
 from tests.tiny import qwen, tiny_target_model
 
 
-def small(**changes: object) -> LlamaForCausalLM:
+def build_small_llama(**changes: object) -> LlamaForCausalLM:
     config = LlamaConfig(**{**tiny_target_model(num_layers=2).config.to_dict(), **changes})
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -20,8 +20,8 @@ def small(**changes: object) -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     "changes", [{}, {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-2}, {"head_dim": 16}]
 )
-def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> None:
-    model = small(**changes)
+def test_llama_layers_compute_what_transformers_computes(changes: dict[str, object]) -> None:
+    model = build_small_llama(**changes)
     layers = LlamaLayers(model)
     ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(0))
     layers.begin(1)
@@ -33,8 +33,8 @@ def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> N
     assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-5)
 
 
-def test_it_shares_the_models_weights() -> None:
-    model = small()
+def test_llama_layers_share_the_models_weights() -> None:
+    model = build_small_llama()
     layers = LlamaLayers(model)
     assert (
         layers.layers[1].mlp.up_proj.weight.data_ptr()
@@ -51,14 +51,16 @@ def test_it_shares_the_models_weights() -> None:
         {"rope_parameters": {**LLAMA3, "rope_type": "dynamic"}},
     ],
 )
-def test_what_it_does_not_compute_is_left_to_transformers(changes: dict[str, object]) -> None:
-    assert is_plain_llama(small())
-    assert not is_plain_llama(small(**changes))
+def test_models_other_than_plain_llamas_are_left_to_transformers(
+    changes: dict[str, object],
+) -> None:
+    assert is_plain_llama(build_small_llama())
+    assert not is_plain_llama(build_small_llama(**changes))
     assert not is_plain_llama(qwen())
 
 
 def test_the_cache_grows_without_losing_anything() -> None:
-    model = small(max_position_embeddings=4 * FIRST_SIZE)
+    model = build_small_llama(max_position_embeddings=4 * FIRST_SIZE)
     layers = LlamaLayers(model)
     ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
     layers.begin(1)

@@ -1,5 +1,4 @@
-"""LoRA drafts: they start as the draft, train their updates alone, and ship as plain models that
-say the same."""
+"""LoRA drafts start as the draft, train their updates alone, and are merged into plain models."""
 
 import torch
 from transformers import LlamaForCausalLM
@@ -13,11 +12,11 @@ IDS = torch.arange(4, 28)[None]
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module) -> torch.Tensor:
+def compute_logits(model: torch.nn.Module) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
-def trained(**settings: object) -> torch.nn.Module:
+def build_trained_draft(**settings: object) -> torch.nn.Module:
     model = add_lora(tiny_target_model(num_layers=2), rank=4, **settings)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -33,26 +32,28 @@ def test_rank_zero_is_the_draft_itself() -> None:
 
 
 def test_updates_are_zero_at_first_and_train_alone() -> None:
-    before = logits(tiny_target_model(num_layers=2))
+    before = compute_logits(tiny_target_model(num_layers=2))
     model = add_lora(tiny_target_model(num_layers=2), rank=4)
-    assert torch.equal(logits(model.eval()), before)
+    assert torch.equal(compute_logits(model.eval()), before)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(names) == 2 * 2 * 7 and all("lora_" in name for name in names)
 
 
-def test_the_merged_model_is_plain_and_says_the_same_and_the_trained_one_stays_as_it_was() -> None:
-    model = trained(alpha=8, dropout=0.5)
-    before, names = logits(model), list(model.state_dict())
+def test_merging_gives_an_equal_plain_model_and_leaves_the_trained_one() -> None:
+    model = build_trained_draft(alpha=8, dropout=0.5)
+    before, names = compute_logits(model), list(model.state_dict())
     plain = merge_lora(model.train())
-    assert torch.equal(logits(model.eval()), before) and list(model.state_dict()) == names
+    assert torch.equal(compute_logits(model.eval()), before) and list(model.state_dict()) == names
     assert type(plain) is LlamaForCausalLM
     assert plain.state_dict().keys() == tiny_target_model(num_layers=2).state_dict().keys()
-    assert torch.allclose(logits(plain), before, atol=1e-5)
-    assert not torch.allclose(logits(plain), logits(tiny_target_model(num_layers=2)), atol=1e-2)
+    assert torch.allclose(compute_logits(plain), before, atol=1e-5)
+    assert not torch.allclose(
+        compute_logits(plain), compute_logits(tiny_target_model(num_layers=2)), atol=1e-2
+    )
 
 
-def test_target_modules_choose_and_are_checked() -> None:
-    model = trained(target_modules=["q_proj"])
+def test_target_modules_select_projections_and_unknown_ones_are_refused() -> None:
+    model = build_trained_draft(target_modules=["q_proj"])
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(names) == 4 and all("q_proj.lora_" in name for name in names)
     with refused("draft.lora.target_modules", "['nowhere']"):

@@ -1,5 +1,4 @@
-"""A model that drafts for another: exact in distribution by enumeration, greedy text kept, a cache
-that is no different from none."""
+"""A model that drafts for another keeps the greedy text and the sampling distribution exactly."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,8 +36,8 @@ PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
 
 
-class Watched:
-    """Notes how many tokens each step feeds, and how many are cached after it."""
+class RecordingLayers:
+    """Layers that record how many tokens each step feeds, and how many are cached after it."""
 
     def __init__(self, layers: LlamaLayers) -> None:
         self.layers = layers
@@ -70,7 +69,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(
+def test_drafting_with_the_cache_equals_drafting_without_it(
     target: FrozenTarget, architecture: str
 ):
     draft = half_right(target) if architecture == "llama" else qwen()
@@ -89,21 +88,23 @@ def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(
         text += entry.emitted
 
 
-def test_only_what_was_committed_since_is_fed(target: FrozenTarget):
+def test_a_round_feeds_only_the_newly_committed_tokens(target: FrozenTarget):
     """A round's first step feeds the committed tokens that the cache lacks; the others feed one
     token each."""
     proposer = DraftModelProposer(half_right(target))
-    watched = proposer.layers = Watched(proposer.layers)
+    layers = proposer.layers = RecordingLayers(proposer.layers)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
     firsts = [len(PROMPT) + 1] + [2 if r.num_accepted == 3 else 1 for r in run.rounds[:-1]]
-    assert watched.fed == [count for first in firsts for count in (first, 1, 1)]
+    assert layers.fed == [count for first in firsts for count in (first, 1, 1)]
     assert {1, 2} <= set(firsts)
 
 
 # --- The distribution, exactly
 
 
-def fresh(proposer: DraftModelProposer, k: int) -> Propose:
+def build_propose(proposer: DraftModelProposer, k: int) -> Propose:
+    """Return a function that proposes after a text with uniforms that are given, not drawn."""
+
     @torch.inference_mode()
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer.begin([len(text) + k])
@@ -114,10 +115,11 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
     return propose
 
 
-TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the target no d
+TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft has no c, the target no d
 
 
 def unlike(mask_token_id: int | None = None, **replacements: str) -> DraftModelProposer:
+    """Return a proposer whose draft has another vocabulary than the target."""
     vocabulary = match_vocabularies(
         words(TARGET_WORDS),
         4,
@@ -132,6 +134,7 @@ def unlike(mask_token_id: int | None = None, **replacements: str) -> DraftModelP
 
 
 def alike(mask_token_id: int | None = None) -> DraftModelProposer:
+    """Return a proposer whose draft has the vocabulary of the target."""
     return DraftModelProposer(tiny_draft_model(4, seed=2), mask_token_id=mask_token_id)
 
 
@@ -149,7 +152,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(
     make: Callable[..., DraftModelProposer], sampling: Sampling
 ):
     target, prompt = distribution_of(tiny_draft_model(4, seed=1), sampling), (1, 3, 2)
-    distribution = output_distribution(target, fresh(make(), 2), prompt, sampling)
+    distribution = output_distribution(target, build_propose(make(), 2), prompt, sampling)
     assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
 
 
@@ -175,9 +178,8 @@ def test_another_vocabulary_changes_no_greedy_text_and_its_shared_tokens_are_acc
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
-def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(sampling: Sampling):
-    """A network under a permuted vocabulary that renames special tokens drafts what it drafts under
-    the target's; not without the map."""
+def test_renamed_tokens_are_read_and_proposed_as_the_targets_tokens(sampling: Sampling):
+    """A permuted vocabulary with renamed special tokens changes no draft if it is mapped."""
     model = tiny_target_model()
     model.lm_head.weight.data[1:4] *= 2  # so that special tokens are generated
     model.generation_config.eos_token_id = []
@@ -194,26 +196,26 @@ def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(
         heterogeneous_vocab=True,
     )
 
-    def decoded(proposer: DraftModelProposer) -> Generation:
+    def decode(proposer: DraftModelProposer) -> Generation:
         options = {"max_new_tokens": 30, "num_speculative_tokens": 4, "sampling": sampling}
         return Decoder(target, proposer).generate(
             prompt, generator=torch.Generator().manual_seed(1), **options
         )
 
-    own, mapped = decoded(DraftModelProposer(draft)), decoded(renamed)
+    reference, mapped = decode(DraftModelProposer(draft)), decode(renamed)
     assert [(entry.drafted, entry.emitted) for entry in mapped.rounds] == [
-        (entry.drafted, entry.emitted) for entry in own.rounds
+        (entry.drafted, entry.emitted) for entry in reference.rounds
     ]
     assert any(
         token < 4 for entry in mapped.rounds for token in entry.drafted[: entry.num_accepted]
     )
-    bare = decoded(DraftModelProposer(renamed.draft, vocabulary=unmapped))
-    assert len(bare.rounds) > len(mapped.rounds)
+    without_map = decode(DraftModelProposer(renamed.draft, vocabulary=unmapped))
+    assert len(without_map.rounds) > len(mapped.rounds)
     if sampling.is_greedy:
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)[
             0, len(prompt) :
         ].tolist()
-        assert list(mapped.token_ids) == list(bare.token_ids) == expected
+        assert list(mapped.token_ids) == list(without_map.token_ids) == expected
 
 
 def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
@@ -238,8 +240,10 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
 
 
 def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
-    """`c` is written as the draft's tokens for its text, with what follows it; the cache holds no
-    token of an older reading."""
+    """The draft reads `c` as tokens of its text and the text after it.
+
+    The cache holds no token of an older reading.
+    """
     proposer = unlike()
     proposer.begin([20])
     text = [1, 2]
@@ -247,13 +251,13 @@ def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
         for more in ([3], [3, 3], [1], [2, 3], [0]):
             text = [*text, *more]
             continued = proposer.propose(state_of(text), 2, GREEDY, [None])
-            afresh = unlike()
-            afresh.begin([20])
-            assert continued == afresh.propose(state_of(text), 2, GREEDY, [None])
-            assert proposer.rows[0].ids == afresh.rows[0].ids
+            fresh_proposer = unlike()
+            fresh_proposer.begin([20])
+            assert continued == fresh_proposer.propose(state_of(text), 2, GREEDY, [None])
+            assert proposer.rows[0].ids == fresh_proposer.rows[0].ids
 
 
-def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: FrozenTarget):
+def test_a_text_that_the_draft_cannot_read_gets_no_proposal(target: FrozenTarget):
     proposer = translated(target)
     assert proposer.shared_vocabulary is not None
     proposer.begin([20])
@@ -276,7 +280,7 @@ def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarg
 def test_as_many_tokens_are_drafted_as_the_context_has_room_for(
     target: FrozenTarget, length: int, num_drafted: int
 ):
-    """Of 32; the last draft token is not read."""
+    """The context has room for 32 tokens; the last draft token is not read."""
     proposer = DraftModelProposer(half_right(target, context=32), target_max_length=32)
     proposer.begin([100])
     assert len(proposer.propose(state_of([5] * length), 9, GREEDY, [None])[0].tokens) == num_drafted
@@ -320,7 +324,7 @@ def test_a_folder_loads_with_its_options_and_counts_its_parameters(
     assert proposer.num_bytes == 4 * target.num_parameters
 
 
-def test_a_folder_with_another_tokenizer_is_refused_unless_told(
+def test_a_folder_with_another_tokenizer_needs_heterogeneous_vocab(
     target: FrozenTarget, draft_folder: Path
 ):
     tokenizer = other_tokenizer("a")

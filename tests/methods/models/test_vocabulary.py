@@ -1,4 +1,4 @@
-"""Two tokenizers, token by token."""
+"""Vocabularies of two tokenizers are matched token by token."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_differing_tokens_are_named_with_both_sizes():
         match_vocabularies(words("? a b c d e"), 6, words("? a x y z"), 5)
 
 
-def test_a_token_only_one_side_has_is_none_on_the_other():
+def test_a_token_of_one_side_alone_is_described_as_none_on_the_other():
     assert describe_difference(words("? a"), words("? a b")) == (
         "a draft of 3 tokens for a target of 2, with 1 differences: id 2 is 'b', the target's none"
     )
@@ -68,7 +68,9 @@ def test_tokens_beyond_the_logits_are_not_shared():
     ("replacements", "got"),
     [({"x": "a"}, "x"), ({"b c": "a"}, "b c"), ({"": "a"}, ""), ({"c": "a"}, "c")],
 )
-def test_a_replacement_is_of_a_token_of_the_target(replacements: dict[str, str], got: str):
+def test_a_replacement_that_is_not_of_a_target_token_is_refused(
+    replacements: dict[str, str], got: str
+):
     target, draft = words("? a b c"), words("c ? d a")
     with refused("eval.token_replacements", got):
         match_vocabularies(
@@ -104,7 +106,7 @@ def test_a_replacement_takes_the_place_of_the_tokens_that_shared_its_text(
     )
 
 
-def test_a_replacement_s_text_has_logits_of_the_draft():
+def test_a_replacement_by_a_token_without_logits_is_refused():
     with refused(
         "eval.token_replacements", "b for a, which is token 2 of a draft with only 2 logits"
     ):

@@ -1,4 +1,4 @@
-"""Merging: a full checkpoint with the layer where engines look, and nothing else changed."""
+"""Merging adds the layer to a full checkpoint where engines look, and changes nothing else."""
 
 import json
 import re
@@ -41,7 +41,7 @@ DEPTH = {
 def save_draft(
     target: FrozenTarget, folder: Path, *, init: str | None = None, add: float = 0.0
 ) -> None:
-    """The target's own layer or a fresh one, with each weight moved by `add`."""
+    """Save the target's own layer or a fresh one, with each weight moved by `add`."""
     draft = build_mtp(target, init=init)
     for parameter in draft.parameters():
         parameter.data += add
@@ -51,11 +51,13 @@ def save_draft(
 Tensors = dict[str, torch.Tensor]
 
 
-def merge(
+def merge_draft(
     folder: Path, kind: str, *, add: float = 0.0, **checkpoint: Any
 ) -> tuple[FrozenTarget, Tensors, Tensors]:
-    """A checkpoint in `target`, its own layer or else a fresh one in `draft`, and both in `merged`;
-    the tensors before and after."""
+    """Merge a draft into a checkpoint, and return the target and the tensors before and after.
+
+    The folders are `target`, `draft` with the target's own layer or else a fresh one, and `merged`.
+    """
     source, output = folder / "target", folder / "merged"
     target = write_checkpoint(kind, source, **checkpoint)
     save_draft(
@@ -69,8 +71,7 @@ def merge(
 
 
 def check_index(folder: Path) -> None:
-    """Every tensor stands in just the file that the index names, and the index knows their
-    bytes."""
+    """Check that each tensor is in just the file that the index names, and the total of bytes."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     tensors = all_tensors(folder)
     for file in set(index["weight_map"].values()):
@@ -83,9 +84,11 @@ def check_index(folder: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_path: Path) -> None:
+def test_merging_an_untrained_layer_changes_no_tensor_and_no_file(
+    kind: str, sharded: bool, tmp_path: Path
+) -> None:
     source, output = tmp_path / "target", tmp_path / "merged"
-    _, before, after = merge(tmp_path, kind, sharded=sharded, dtype=torch.bfloat16)
+    _, before, after = merge_draft(tmp_path, kind, sharded=sharded, dtype=torch.bfloat16)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
@@ -108,23 +111,21 @@ def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trained_layer_is_what_the_target_then_has(
-    kind: str, sharded: bool, tmp_path: Path
-) -> None:
-    target, before, after = merge(tmp_path, kind, sharded=sharded, add=0.5)
+def test_a_merged_target_has_the_trained_layer(kind: str, sharded: bool, tmp_path: Path) -> None:
+    target, before, after = merge_draft(tmp_path, kind, sharded=sharded, add=0.5)
     trained = load_mtp(tmp_path / "draft", target).state_dict()
-    found = build_mtp(FrozenTarget.load(str(tmp_path / "merged"))).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    merged_layer = build_mtp(FrozenTarget.load(str(tmp_path / "merged"))).state_dict()
+    assert all(torch.equal(merged_layer[name], tensor) for name, tensor in trained.items())
     differing = {name for name in before if not torch.equal(before[name], after[name])}
-    # the bias is no parameter
+    # the bias is no parameter, so it was not moved
     assert differing == {name for name in mtp_shapes(kind) if not name.endswith("correction_bias")}
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: Path) -> None:
+def test_a_target_without_an_mtp_layer_gets_one(kind: str, sharded: bool, tmp_path: Path) -> None:
     source, output = tmp_path / "target", tmp_path / "merged"
-    target, before, after = merge(
+    target, before, after = merge_draft(
         tmp_path, kind, sharded=sharded, with_mtp=False, dtype=torch.bfloat16
     )
     expected = mtp_tensors(kind, target.model, torch.bfloat16)  # with DeepSeek's copies
@@ -138,7 +139,7 @@ def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: 
     }:
         assert torch.equal(new[name], expected[name])
     assert json.loads((output / "config.json").read_text())[DEPTH[kind]] == 1
-    # no file is shared that was changed
+    # the original is unchanged, though files may be shared
     assert DEPTH[kind] not in json.loads((source / "config.json").read_text())
     if sharded:
         check_index(output)
@@ -157,7 +158,7 @@ def test_experts_keep_the_form_of_the_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_text_config_of_a_model_with_vision_is_told(tmp_path: Path) -> None:
+def test_the_text_config_of_a_model_with_vision_records_the_layer(tmp_path: Path) -> None:
     source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint("qwen3_5", source, with_mtp=False)
     save_draft(target, tmp_path / "draft", init="scratch")
@@ -189,7 +190,7 @@ def test_the_hubs_symbolic_links_become_files_and_hidden_folders_stay(tmp_path: 
     assert all_tensors(source).keys() == all_tensors(output).keys()
 
 
-def spoil(change: str, source: Path, draft: Path) -> None:
+def spoil_inputs(change: str, source: Path, draft: Path) -> None:
     index_path = source / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
     name = next(iter(index["weight_map"]))
@@ -221,13 +222,13 @@ def spoil(change: str, source: Path, draft: Path) -> None:
         ("incomplete draft", "model.layers.2.eh_proj.weight"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
+def test_inputs_that_cannot_be_merged_are_refused_without_output(
     change: str, names: str, tmp_path: Path
 ) -> None:
     source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint("deepseek_v3", source, sharded=True)
     save_draft(target, tmp_path / "draft")
-    spoil(change, source, tmp_path / "draft")
+    spoil_inputs(change, source, tmp_path / "draft")
     with pytest.raises(UserError, match=re.escape(names)):
         export_mtp(tmp_path / "draft", "vllm", Layout(), output, TargetFiles(str(source)), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]

@@ -61,18 +61,20 @@ def draft(target: FrozenTarget) -> MtpDraft:
     return build_mtp(target, init="scratch")
 
 
-def steps(draft: MtpDraft, target: FrozenTarget) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Next ids, hidden states and rotary tables of two texts."""
+def compute_inputs(
+    draft: MtpDraft, target: FrozenTarget
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return next ids, hidden states and rotary tables of two texts."""
     ids = torch.stack((torch.arange(3, 15), torch.arange(40, 52)))
     hidden = draft.fuse(target.features(ids, ()))
     return ids.roll(-1, 1), hidden, draft.rotary(hidden, torch.arange(12).expand(2, 12))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_layer_is_what_transformers_computes_under_a_causal_mask(
+def test_the_layer_computes_what_transformers_computes_under_a_causal_mask(
     draft: MtpDraft, target: FrozenTarget, attention: str
 ) -> None:
-    ids, hidden, rotary = steps(draft, target)
+    ids, hidden, rotary = compute_inputs(draft, target)
     positions = torch.arange(12).expand(2, 12)
     layer = copy.deepcopy(target.backbone.layers[draft.layers[0].self_attn.layer_idx])
     layer.load_state_dict(draft.layers[0].state_dict())
@@ -103,14 +105,14 @@ def test_the_hidden_state_is_the_targets_after_its_final_norm(
     )
 
 
-def test_only_the_drafts_own_weights_are_its_state_and_train(
+def test_only_the_drafts_own_weights_are_saved_and_trained(
     draft: MtpDraft, target: FrozenTarget
 ) -> None:
-    ids, hidden, rotary = steps(draft, target)
+    ids, hidden, rotary = compute_inputs(draft, target)
     normed, _ = draft(ids, hidden, rotary, causal(ids))
     draft.logits(normed).logsumexp(-1).sum().backward()
-    own = dict(draft.named_parameters())
-    assert all(parameter.grad is not None for parameter in own.values())
+    draft_parameters = dict(draft.named_parameters())
+    assert all(parameter.grad is not None for parameter in draft_parameters.values())
     assert all(parameter.grad is None for parameter in target.model.parameters())
     assert not {"embed_tokens", "lm_head"} & {name.split(".")[0] for name in draft.state_dict()}
     assert draft.target_ids_W is None  # its logits are of the target's tokens
@@ -147,21 +149,23 @@ def test_the_targets_own_weights_are_read(kind: str, tmp_path: Path) -> None:
     prefix, layer, norms = {
         "deepseek_v3": ("model.layers.2.", "", ("enorm", "hnorm", "shared_head.norm")),
     }.get(kind, ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")))
-    same = dict(zip(("token_norm", "hidden_norm", "norm"), norms, strict=True))
+    published_names = dict(zip(("token_norm", "hidden_norm", "norm"), norms, strict=True))
     experts = (
         []
         if kind == "qwen3_5"
         else [f"mlp.experts.{EXPERTS - 1}.{part}_proj" for part in ("gate", "up", "down")]
     )
-    same |= {
+    published_names |= {
         f"layers.0.{name}": layer + name
         for name in ("input_layernorm", "self_attn.o_proj", *experts)
     }
-    for name, there in same.items():
-        assert torch.equal(state[f"{name}.weight"], published[f"{prefix}{there}.weight"]), name
+    for name, published_name in published_names.items():
+        assert torch.equal(
+            state[f"{name}.weight"], published[f"{prefix}{published_name}.weight"]
+        ), name
 
 
-def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> None:
+def test_a_target_without_the_layer_needs_an_init(kind: str, tmp_path: Path) -> None:
     for target in (write_checkpoint(kind, tmp_path, with_mtp=False), tiny_target(kind)):
         with refused("draft.init", "null, and"):
             build_mtp(target)
@@ -178,7 +182,7 @@ def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> 
         ("deepseek_v3", True, "model.layers.2.shared_head.head.weight"),  # no copy of the head
     ],
 )
-def test_a_checkpoint_with_what_cannot_be_read_is_refused(
+def test_a_checkpoint_with_layers_that_cannot_be_read_is_refused(
     kind: str, with_mtp: bool, name: str, tmp_path: Path
 ) -> None:
     target = write_checkpoint(kind, tmp_path, with_mtp=with_mtp)
@@ -208,7 +212,7 @@ def test_each_tensor_comes_back_in_its_dtype(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
 
 
-def test_a_fresh_layer_follows_the_seed_and_starts_from_what_the_target_says() -> None:
+def test_a_fresh_layer_follows_the_seed_and_passes_on_the_targets_hidden_state() -> None:
     target = tiny_target("qwen3_next")
     first, again, other = (
         build_mtp(target, init="scratch", seed=seed).state_dict() for seed in (1, 1, 2)
@@ -232,7 +236,7 @@ class OtherArguments(LlamaDecoderLayer):
         return hidden_states
 
 
-def with_layer(layer: type) -> FrozenTarget:
+def build_target_with_layer(layer: type) -> FrozenTarget:
     model = tiny_target_model()
     model.model.layers[-1].__class__ = layer
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
@@ -255,29 +259,32 @@ SMALL = {**COMMON, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim":
             lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
             "MistralAttention with sliding_window",
         ),
-        (lambda: with_layer(OwnAttention).model, "OwnAttention, whose attention does not use"),
-        (lambda: with_layer(OtherArguments).model, "OtherArguments"),
+        (
+            lambda: build_target_with_layer(OwnAttention).model,
+            "OwnAttention, whose attention does not use",
+        ),
+        (lambda: build_target_with_layer(OtherArguments).model, "OtherArguments"),
     ],
 )
-def test_attention_that_a_kv_cache_cannot_answer_is_refused(build: Any, names: str) -> None:
+def test_attention_that_a_kv_cache_cannot_serve_is_refused(build: Any, names: str) -> None:
     with refused("target.model", names):
         build_mtp(FrozenTarget(build(), tiny_tokenizer(), name="tiny"), init="scratch")
 
 
-def test_a_plain_model_takes_the_qwen_names(tmp_path: Path) -> None:
+def test_tensors_of_a_plain_model_have_the_qwen_names(tmp_path: Path) -> None:
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     save_mtp(build_mtp(target, init="scratch"), tmp_path)
     assert "mtp.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
 
 
-def test_transformers_own_layer_of_this_kind_agrees(
+def test_transformers_own_mtp_layer_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`MtpModel` of transformers reads the published names and computes the same."""
     target = write_checkpoint("deepseek_v3", tmp_path, sharded=True)
     monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     theirs, draft = MtpModel.from_pretrained(target.model), build_mtp(target)
-    ids, hidden, rotary = steps(draft, target)
+    ids, hidden, rotary = compute_inputs(draft, target)
     with torch.no_grad():
         expected = theirs.forward_layer(
             0, hidden, torch.arange(12).expand(2, 12), None, input_ids=ids
@@ -289,13 +296,12 @@ def test_transformers_own_layer_of_this_kind_agrees(
 @pytest.mark.long  # trains a layer for 20 steps
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_transformers_decodes_with_a_trained_layer_as_we_do(kind: str, tmp_path: Path) -> None:
-    """`generate(use_mtp=True)` reads it from an exported target: the same text in as many
-    passes."""
+    """`generate(use_mtp=True)` with an exported target gives the same text in as many passes."""
     target = write_checkpoint(kind, tmp_path / "target", with_mtp=False)
     memorise("mtp", target, tmp_path / "run", num_steps=20)
     export(tmp_path / "run" / "draft", "vllm", tmp_path / "merged", TargetFiles(target.name))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    # where its class looks for the layer
+    # transformers looks for the layer under these names
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]
     passes: list[int] = []
     model.model.register_forward_hook(

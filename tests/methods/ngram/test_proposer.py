@@ -1,5 +1,4 @@
-"""N-gram lookup: what it drafts, that the output is unchanged, and that its work does not grow with
-the sequence."""
+"""N-gram lookup continues the longest and latest match, and the output is unchanged."""
 
 import random
 
@@ -24,15 +23,18 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 GREEDY = Sampling()
 
 
-def propose(proposer: LookupProposer, text: list[int], k: int = 3) -> list[int]:
+def propose_tokens(proposer: LookupProposer, text: list[int], k: int = 3) -> list[int]:
     return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
-def by_scanning(
+def draft_by_scanning(
     proposer: LookupProposer, text: list[int], num_prompt_tokens: int, k: int
 ) -> list[int]:
-    """The same draft without an index: go back through the sequence, then copy on, from the draft
-    too where the sequence ends."""
+    """Return the same draft without an index.
+
+    Scan back through the sequence for a match, then copy what follows it, and go on with the draft
+    where the sequence ends.
+    """
     settings = proposer.settings
     latest = (
         min(num_prompt_tokens, len(text) - 1) if settings["lookup"] == "prompt" else len(text) - 1
@@ -51,11 +53,11 @@ def test_the_longest_and_latest_match_is_continued() -> None:
     proposer = ngram_proposer(max=2)
     proposer.begin([100])
     text = [1, 2, 7, 9, 2, 8, 1, 2]
-    assert propose(proposer, text) == [7, 9, 2]  # (1, 2) beats the later (2,)
+    assert propose_tokens(proposer, text) == [7, 9, 2]  # (1, 2) beats the later (2,)
     text += [7, 5, 2]
-    assert propose(proposer, text) == [7, 5, 2]  # no (5, 2) before: the latest (2,)
+    assert propose_tokens(proposer, text) == [7, 5, 2]  # no (5, 2) before: the latest (2,)
     text += [77]
-    assert propose(proposer, text) == []
+    assert propose_tokens(proposer, text) == []
 
 
 @pytest.mark.parametrize("lookup", ["sequence", "prompt"])
@@ -63,18 +65,18 @@ def test_the_longest_and_latest_match_is_continued() -> None:
 def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
     rng = random.Random(0)
     proposer = ngram_proposer(least, most, lookup)
-    found = 0
+    num_full_drafts = 0
     for alphabet in (2, 3, 5) * 8:
         text = rng.choices(range(alphabet), k=rng.randint(2, 30))
         num_prompt_tokens = len(text) - 1
         proposer.begin([200])
         for _ in range(12):
             k = rng.randint(1, 6)
-            draft = propose(proposer, text, k)
-            assert draft == by_scanning(proposer, text, num_prompt_tokens, k)
-            found += len(draft) == k
+            draft = propose_tokens(proposer, text, k)
+            assert draft == draft_by_scanning(proposer, text, num_prompt_tokens, k)
+            num_full_drafts += len(draft) == k
             text += rng.choices(range(alphabet), k=rng.randint(1, 5))
-    assert found > 50
+    assert num_full_drafts > 50
 
 
 # --- The distribution
@@ -82,7 +84,7 @@ def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -
 
 @pytest.fixture(scope="module")
 def target() -> FrozenTarget:
-    model = tiny_target_model(vocab_size=12)  # so few tokens that they come again
+    model = tiny_target_model(vocab_size=12)  # so few tokens that they repeat
     model.generation_config.eos_token_id = []
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
@@ -90,9 +92,9 @@ def target() -> FrozenTarget:
 @pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup: str) -> None:
-    begun = [5, 1, 5, 1, 2, 3]
-    # which holds something to copy
-    prompt = [*begun, *Decoder(target).generate(begun, max_new_tokens=60).token_ids]
+    start = [5, 1, 5, 1, 2, 3]
+    # a prompt that holds something to copy
+    prompt = [*start, *Decoder(target).generate(start, max_new_tokens=60).token_ids]
     plain = Decoder(target).generate(prompt, max_new_tokens=60)
     fast = Decoder(target, ngram_proposer(lookup=lookup)).generate(
         prompt, max_new_tokens=60, num_speculative_tokens=k
@@ -110,9 +112,8 @@ def test_sampled_text_has_the_targets_distribution_exactly(
     target = distribution_of(tiny_draft_model(4, seed=1))
     drafted = set()
 
-    def from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
-        """The proposal after `text` of a proposer that has seen it grow from the prompt token by
-        token."""
+    def propose_from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
+        """Return the proposal after `text` of a proposer that saw it grow from the prompt."""
         proposer = ngram_proposer(lookup=lookup)
         proposer.begin([len(text) + 2])
         for end in range(len(prompt) + 1, len(text)):
@@ -121,7 +122,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(
         drafted.add(len(proposal.tokens))
         return proposal
 
-    distribution = output_distribution(target, from_prompt, prompt)
+    distribution = output_distribution(target, propose_from_prompt, prompt)
     assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
     assert drafted == {0, 2}  # something was drafted for some prompts, nothing for others
 
@@ -129,7 +130,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(
 # --- Settings
 
 
-def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
+def test_the_loader_passes_settings_to_the_lookup(target: FrozenTarget) -> None:
     default = load_proposer("ngram", None, target)
     assert (
         default.settings == ngram_proposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
@@ -154,7 +155,7 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         ("eagle3", ["lookup=prompt"], ".lookup", "prompt"),
     ],
 )
-def test_settings_that_cannot_work_name_their_key(
+def test_settings_that_cannot_work_are_refused_by_key(
     method: str, options: list[str], key: str, got: object
 ) -> None:
     arguments = [f"method={method}", "target.model=pico", "train.output_dir=runs"]
@@ -162,8 +163,8 @@ def test_settings_that_cannot_work_name_their_key(
         load_recipe(Recipe, arguments + [f"eval.ngram.{option}" for option in options])
 
 
-def as_vllm(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
-    """Of the longest n-gram that is found the first occurrence, and what follows it."""
+def draft_as_vllm(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
+    """Return what follows the first occurrence of the longest n-gram that is found."""
     for n in range(longest, shortest - 1, -1):
         for start in range(len(text) - n):
             if text[start : start + n] == text[-n:]:
@@ -171,8 +172,8 @@ def as_vllm(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
     return []
 
 
-def as_llama_cpp(text: list[int], size_n: int, size_m: int) -> list[int]:
-    """`common_ngram_simple_draft` of llama.cpp, line by line."""
+def draft_as_llama_cpp(text: list[int], size_n: int, size_m: int) -> list[int]:
+    """Draft as `common_ngram_simple_draft` of llama.cpp does, line by line."""
     tokens, sampled = text[:-1], text[-1]
     cur_len = len(tokens)
     if cur_len <= size_n + size_m + 1:
@@ -188,21 +189,24 @@ def as_llama_cpp(text: list[int], size_n: int, size_m: int) -> list[int]:
     return [] if copy_max < size_n else tokens[match_pos + size_n : match_pos + size_n + copy_max]
 
 
-def test_the_rules_of_engines_draft_what_they_draft() -> None:
-    draw, found = random.Random(0), {"vllm": 0, "llama.cpp": 0}
+def test_the_rule_of_each_engine_drafts_what_that_engine_drafts() -> None:
+    draw, num_drafts = random.Random(0), {"vllm": 0, "llama.cpp": 0}
     for _ in range(100):
         n, k, text = (
             draw.randint(1, 3),
             draw.randint(1, 5),
             [draw.randrange(4) for _ in range(draw.randint(1, 10))],
         )
-        proposers = {rule: ngram_proposer(1, n, rule=rule) for rule in found}
+        proposers = {rule: ngram_proposer(1, n, rule=rule) for rule in num_drafts}
         for proposer in proposers.values():
             proposer.begin([100])
         for _ in range(12):
-            expected = {"vllm": as_vllm(text, 1, n, k), "llama.cpp": as_llama_cpp(text, n, k)}
+            expected = {
+                "vllm": draft_as_vllm(text, 1, n, k),
+                "llama.cpp": draft_as_llama_cpp(text, n, k),
+            }
             for rule, proposer in proposers.items():
-                assert propose(proposer, text, k) == expected[rule]
-                found[rule] += bool(expected[rule])
+                assert propose_tokens(proposer, text, k) == expected[rule]
+                num_drafts[rule] += bool(expected[rule])
             text += [draw.randrange(4) for _ in range(draw.randint(1, 3))]
-    assert min(found.values()) > 300
+    assert min(num_drafts.values()) > 300

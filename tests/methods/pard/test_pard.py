@@ -1,5 +1,4 @@
-"""PARD: masks are trained as they are drafted, see the past of their own token alone, and a
-checkpoint says what they are."""
+"""PARD trains masks as it drafts them, and a mask sees its token's past and its chain alone."""
 
 import copy
 import json
@@ -32,9 +31,11 @@ ROWS = packed_rows([[5, 6]])
 MODELS = {"llama": lambda: tiny_target_model(num_layers=2, seed=5), "windows": qwen}
 
 
-def packed(*lengths: int, num_rows: int = 2, padding: int = 3) -> dict[str, Any]:
-    """Rows of random documents and padding, with a loss at every token but the first two of each
-    document."""
+def pack_documents(*lengths: int, num_rows: int = 2, padding: int = 3) -> dict[str, Any]:
+    """Return rows of random documents and padding.
+
+    Every token but the first two of each document has a loss.
+    """
     shape = num_rows, sum(lengths) + padding
     positions = torch.cat(
         [torch.arange(length) for length in lengths] + [torch.zeros(padding, dtype=torch.long)]
@@ -52,7 +53,9 @@ def packed(*lengths: int, num_rows: int = 2, padding: int = 3) -> dict[str, Any]
     )
 
 
-def objective_of(name: str, divergence: Any = forward_kl, **options: Any) -> ParallelDistillation:
+def build_objective(
+    name: str, divergence: Any = forward_kl, **options: Any
+) -> ParallelDistillation:
     draft = MODELS[name]()
     draft.config.pard_token = MASK
     return ParallelDistillation(draft, divergence, num_positions=K, **options).eval()
@@ -62,8 +65,10 @@ def objective_of(name: str, divergence: Any = forward_kl, **options: Any) -> Par
 
 
 @pytest.mark.parametrize(("retention", "least"), [(1.0, 0.0), (0.7, 0.2), (0.5, 0.3)])
-def test_the_drop_keeps_chains_whole_and_as_many_as_it_says(retention: float, least: float) -> None:
-    batch = packed(400, 300)
+def test_dropping_masks_keeps_whole_chains_at_the_retention_rate(
+    retention: float, least: float
+) -> None:
+    batch = pack_documents(400, 300)
     columns, numbers = draw_masks(batch, K, retention, least, seed=1)
     kept = [
         {(b, int(columns[b, m])) for b, m in (numbers == i).nonzero().tolist()} for i in range(1, K)
@@ -79,7 +84,8 @@ def test_the_drop_keeps_chains_whole_and_as_many_as_it_says(retention: float, le
     assert torch.equal(columns, again[0]) and (
         retention == 1 or not torch.equal(columns[:, :50], other[0][:, :50])
     )
-    assert int(numbers.max()) <= K and columns.shape[1] % 88 == 0  # of rows of 703 tokens
+    # rows have 703 tokens, and their masks are padded to multiples of an eighth of that
+    assert int(numbers.max()) <= K and columns.shape[1] % 88 == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -87,19 +93,21 @@ def test_the_drop_keeps_chains_whole_and_as_many_as_it_says(retention: float, le
 def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(
     name: str, target: FrozenTarget
 ) -> None:
-    """Of each token and mask alone: transformers' own forward over the document so far and the
-    masks, and the target's over the text."""
-    found: list[tuple[Tensor, Tensor]] = []
+    """Logits of training are those of transformers' own forward over a prefix and masks.
 
-    def noted(logits_rV: Tensor, probs_rV: Tensor) -> Tensor:
-        found.append((logits_rV, probs_rV))
+    The target's probabilities are those of its forward over the text.
+    """
+    distributions: list[tuple[Tensor, Tensor]] = []
+
+    def record_distributions(logits_rV: Tensor, probs_rV: Tensor) -> Tensor:
+        distributions.append((logits_rV, probs_rV))
         return forward_kl(logits_rV, probs_rV)
 
-    objective = objective_of(name, noted)
-    batch = objective.prepare(packed(14, 11), 0)
+    objective = build_objective(name, record_distributions)
+    batch = objective.prepare(pack_documents(14, 11), 0)
     total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
-    logits, probs = (torch.cat(part) for part in zip(*found, strict=True))
-    expected, seen, num_loss = 0.0, [0] * K, len(batch["loss_positions"])
+    logits, probs = (torch.cat(part) for part in zip(*distributions, strict=True))
+    expected, counts, num_loss = 0.0, [0] * K, len(batch["loss_positions"])
     places = [
         (*divmod(int(place) - 1, 28), 0, index)
         for index, place in enumerate(batch["loss_positions"])
@@ -125,21 +133,25 @@ def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(
         theirs = target.model(text[None, : prefix + number]).logits[0, -1].softmax(-1)
         assert torch.allclose(probs[row], theirs, atol=1e-5)
         expected += float(forward_kl(alone[None], theirs[None]))
-        seen[number] += 1
-    assert float(total) == pytest.approx(expected, rel=1e-3) and min(seen) > 0
+        counts[number] += 1
+    assert float(total) == pytest.approx(expected, rel=1e-3) and min(counts) > 0
     assert (
-        [int(count) for count in sums.loss_tokens] == [int(count) for count in sums.chains] == seen
+        [int(count) for count in sums.loss_tokens]
+        == [int(count) for count in sums.chains]
+        == counts
     )
-    assert int(objective.count_loss_tokens(batch)) == sum(seen)
+    assert int(objective.count_loss_tokens(batch)) == sum(counts)
     assert float(sum(sums.loss)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slot_sees_its_tokens_past_and_its_own_chain(name: str) -> None:
-    """Gradients of hidden states: of no token after the mask's own, of no other document, row or
-    chain."""
-    objective = objective_of(name, retention=1.0)
-    batch = objective.prepare(packed(9, 8, num_rows=1), 0)
+    """Hidden states have no gradient at tokens after the mask's own.
+
+    Nor do they have one at another document, row or chain.
+    """
+    objective = build_objective(name, retention=1.0)
+    batch = objective.prepare(pack_documents(9, 8, num_rows=1), 0)
     embedded: list[Tensor] = []
     objective.draft.get_input_embeddings().register_forward_hook(
         lambda module, ids, output: embedded.append(output)
@@ -157,7 +169,7 @@ def test_a_slot_sees_its_tokens_past_and_its_own_chain(name: str) -> None:
             hidden[0, slot].square().sum(), embedded[0], retain_graph=True
         )
         read = grad[0].abs().sum(-1).nonzero().flatten().tolist()
-        chain = [other for other, own, i in slots if own == column and 0 < i <= number]
+        chain = [other for other, root, i in slots if root == column and 0 < i <= number]
         # Layers with a window stand between layers without one, through which all is seen.
         assert read == [*range(0 if column < 9 else 9, column + 1), *chain]
 
@@ -168,14 +180,14 @@ def test_the_target_as_its_own_draft_is_perfect_at_tokens_and_hard_labels_need_n
     draft = copy.deepcopy(target.model)
     draft.config.pard_token = MASK
     objective = ParallelDistillation(draft, forward_kl, num_positions=1)
-    batch = objective.prepare(packed(12, 9), None)
+    batch = objective.prepare(pack_documents(12, 9), None)
     total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
     assert (
         float(total.detach()) == pytest.approx(0, abs=1e-4)
         and float(sums.correct[0]) == float(sums.loss_tokens[0]) == 34
     )
-    hard = objective_of("llama", labels="hard").train()
-    batch = hard.prepare(packed(12, 9), 3)
+    hard = build_objective("llama", labels="hard").train()
+    batch = hard.prepare(pack_documents(12, 9), 3)
     assert hard.read_target(target, batch) == {"soft_targets": None}
     loss, _ = hard(**batch, soft_targets=None)
     loss.backward()
@@ -183,10 +195,10 @@ def test_the_target_as_its_own_draft_is_perfect_at_tokens_and_hard_labels_need_n
 
 
 def test_a_memorised_text_is_drafted_in_full(target: FrozenTarget) -> None:
-    """Proof of the shifts: overfit one text that the target wrote, then decode it."""
+    """A model overfits a text that the target wrote; no label is shifted if it drafts that text."""
     prompt = [5, 9, 20, 31]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
-    objective = objective_of("llama", retention=1.0, labels="hard").train()
+    objective = build_objective("llama", retention=1.0, labels="hard").train()
     batch = objective.prepare(index_batch(document_rows(text)), 0)
     optimizer = torch.optim.AdamW(objective.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 60)
@@ -217,9 +229,11 @@ def test_a_model_that_takes_no_masks_is_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_a_draft_is_one_pass_over_masks_that_are_forgotten(name: str) -> None:
-    """What it is drawn from is what transformers says after the text and masks, over rounds of rows
-    of different lengths."""
+def test_a_draft_is_one_pass_over_masks_that_the_cache_forgets(name: str) -> None:
+    """Tokens are drawn from what transformers computes after the text and masks.
+
+    This holds over rounds of rows of different lengths.
+    """
     model = MODELS[name]()
     proposer, sampling = DraftModelProposer(model, mask_token_id=MASK), Sampling(0.7)
     assert [proposer.count_passes(k) for k in (0, 1, 5)] == [0, 1, 1]
@@ -246,8 +260,8 @@ def test_a_draft_is_one_pass_over_masks_that_are_forgotten(name: str) -> None:
 
 
 @pytest.fixture
-def folder(target: FrozenTarget, tmp_path: Path) -> Path:
-    """A fresh draft as training writes it."""
+def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
+    """The folder of a fresh draft as training writes it."""
     recipe = load_recipe(
         Recipe,
         [
@@ -264,21 +278,22 @@ def folder(target: FrozenTarget, tmp_path: Path) -> Path:
     return tmp_path / "draft"
 
 
-def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(
-    folder: Path, target: FrozenTarget, tmp_path: Path
+def test_a_checkpoint_records_its_mask_and_is_recognized_as_pard(
+    draft_folder: Path, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((draft_folder / "config.json").read_text())
     assert (config["spd_type"], config["pard_token"], config["architectures"]) == (
         "pard",
         3,
         ["LlamaForCausalLM"],
     )
     assert (
-        find_method(folder) == "pard" and load_proposer("pard", folder, target).count_passes(4) == 1
+        find_method(draft_folder) == "pard"
+        and load_proposer("pard", draft_folder, target).count_passes(4) == 1
     )
     with refused("eval.draft", holds="method pard"):
-        load_proposer("draft_model", folder, target)
-    served = export(folder, "vllm", tmp_path / "out")
+        load_proposer("draft_model", draft_folder, target)
+    served = export(draft_folder, "vllm", tmp_path / "out")
     assert served.serving.options(served.config) == {"parallel_drafting": True}
     line = '{"method": "draft_model", "parallel_drafting": true, "model"'
     assert line in (tmp_path / "out" / "SERVE.md").read_text()
@@ -287,31 +302,31 @@ def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(
         and json.loads((tmp_path / "out" / "config.json").read_text())["pard_token"] == 3
     )
     with refused("engine"):
-        export(folder, "sglang", tmp_path / "other")
+        export(draft_folder, "sglang", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
     ("change", "got"),
     [({"pard_token": 260}, "pard_token 260"), ({"pard_token": "x"}, "pard_token 'x'")],
 )
-def test_a_mask_that_is_no_row_is_refused(
-    change: dict[str, Any], got: str, folder: Path, target: FrozenTarget
+def test_a_mask_without_a_row_is_refused(
+    change: dict[str, Any], got: str, draft_folder: Path, target: FrozenTarget
 ) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
+    config = json.loads((draft_folder / "config.json").read_text())
+    (draft_folder / "config.json").write_text(json.dumps(config | change))
     with refused("eval.draft", holds=got):
-        load_proposer("pard", folder, target)
+        load_proposer("pard", draft_folder, target)
 
 
 def test_a_mask_is_that_of_the_recipe_or_of_the_draft_that_is_continued(
-    folder: Path, target: FrozenTarget
+    draft_folder: Path, target: FrozenTarget
 ) -> None:
     common = ["method=pard", "target.model=tiny", "data.source=x", "train.output_dir=x"]
 
-    def mask(*keys: str) -> Any:
+    def create_mask(*keys: str) -> Any:
         return create_draft(load_recipe(Recipe, [*common, *keys]), target, ROWS).config.pard_token
 
-    assert mask("draft.mask_token_id=7") == 7
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"pard_token": 9}))
-    assert mask(f"draft.init={folder}") == 9  # goes on with the mask that it knows
+    assert create_mask("draft.mask_token_id=7") == 7
+    config = json.loads((draft_folder / "config.json").read_text())
+    (draft_folder / "config.json").write_text(json.dumps(config | {"pard_token": 9}))
+    assert create_mask(f"draft.init={draft_folder}") == 9  # a continued draft keeps its mask

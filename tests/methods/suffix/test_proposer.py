@@ -1,5 +1,4 @@
-"""Suffix decoding: what it drafts, that the output is unchanged, and that no prompt looks its own
-output up."""
+"""Suffix decoding keeps the output unchanged, and no prompt looks its own output up."""
 
 import random
 from collections.abc import Sequence
@@ -32,32 +31,34 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 GREEDY = Sampling()
 
 
-def propose(proposer: LookupProposer, text: list[int], k: int = 4) -> list[int]:
+def propose_tokens(proposer: LookupProposer, text: list[int], k: int = 4) -> list[int]:
     return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
-def followers(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
-    """The token after each occurrence, in order."""
+def list_followers(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
+    """Return the token after each occurrence of the suffix, in order."""
     size = len(suffix)
     return [text[end] for end in range(size, len(text)) if text[end - size : end] == suffix]
 
 
-def by_counting(config: SuffixConfig, text: list[int], past: list[list[int]], k: int) -> list[int]:
-    """The same draft from all occurrences, which are sought for each token and length."""
+def draft_by_counting(
+    config: SuffixConfig, text: list[int], past: list[list[int]], k: int
+) -> list[int]:
+    """Return the same draft by a scan of all occurrences for each token and length."""
     grown, probability, most = list(text), 1.0, k
     for index in range(k):
         for length in range(min(config.max, len(grown)), config.min - 1, -1):
             suffix = grown[-length:]
-            in_past = [token for output in past for token in followers(output, suffix)]
-            if found := followers(text, suffix) or in_past:
+            in_past = [token for output in past for token in list_followers(output, suffix)]
+            if next_tokens := list_followers(text, suffix) or in_past:
                 break
         else:
             break
         if index == 0:
             most = min(k, int(length * config.max_spec_factor))
-        latest_first = found[::-1]
-        token = max(latest_first, key=found.count)
-        probability *= found.count(token) / len(found)
+        latest_first = next_tokens[::-1]
+        token = max(latest_first, key=next_tokens.count)
+        probability *= next_tokens.count(token) / len(next_tokens)
         if index >= most or probability < config.min_token_prob:
             break
         grown.append(token)
@@ -68,7 +69,7 @@ def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> Non
     lookup = SuffixLookup(min_token_prob=0.5)
     text = [1, 2, 7, 1, 2, 8, 1, 2, 7, 5, 1, 2]
     assert lookup.find(text, 4) == [7]  # 2 of 3; whether 1 or 5 follows is even less sure
-    # as many as agree: 7 1 and 7 5, of which this is the latest
+    # 7 1 and 7 5 are equally frequent, and this is the latest
     assert SuffixLookup().find(text, 4) == [7, 5]
     lookup.set_past_outputs([[3, 1, 2, 9], [0, 5, 1, 2, 6]])
     assert lookup.find(text, 4) == [6]  # (5, 1, 2) in a past output is longer
@@ -98,8 +99,8 @@ def test_the_trie_counts_what_a_scan_counts(
             text = rng.choices(range(alphabet), k=rng.randint(1, 20))
             for _ in range(5):
                 k = rng.randint(1, 6)
-                draft = propose(proposer, text, k)
-                assert draft == by_counting(config, text, outputs[-3:], k)
+                draft = propose_tokens(proposer, text, k)
+                assert draft == draft_by_counting(config, text, outputs[-3:], k)
                 lengths.add(len(draft))
                 text += rng.choices(range(alphabet), k=rng.randint(1, 5))
             outputs.append(text)
@@ -110,7 +111,7 @@ def test_the_request_alone_is_looked_up_where_no_requests_are_cached() -> None:
     proposer = suffix_proposer(max_cached_requests=0)
     proposer.set_past_outputs([[1, 2, 3]])
     proposer.begin([10])
-    assert propose(proposer, [1, 2]) == []
+    assert propose_tokens(proposer, [1, 2]) == []
 
 
 # --- The output
@@ -118,14 +119,14 @@ def test_the_request_alone_is_looked_up_where_no_requests_are_cached() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> FrozenTarget:
-    model = tiny_target_model(vocab_size=12)  # so few tokens that they come again
+    model = tiny_target_model(vocab_size=12)  # so few tokens that they repeat
     model.generation_config.eos_token_id = []
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_that_of_generate(target: FrozenTarget, k: int) -> None:
-    """Of a sequence and of a batch, with the outputs of others to look up."""
+    """A sequence and a batch are decoded, with the outputs of other prompts to look up."""
     prompts = [[5, 1, 5, 1, 2, 3], [7, 3, 3], [2, 9, 4, 1]]
     expected = [
         tuple(
@@ -140,9 +141,13 @@ def test_greedy_output_is_that_of_generate(target: FrozenTarget, k: int) -> None
     options = {"max_new_tokens": 60, "num_speculative_tokens": k}
     alone = [Decoder(target, proposer).generate(prompt, **options) for prompt in prompts]
     batch = Decoder(target, proposer).generate_all(prompts, **options)
-    assert [each.token_ids for each in alone] == [each.token_ids for each in batch] == expected
-    assert [[entry.drafted for entry in each.rounds] for each in alone] == [
-        [entry.drafted for entry in each.rounds] for each in batch
+    assert (
+        [generation.token_ids for generation in alone]
+        == [generation.token_ids for generation in batch]
+        == expected
+    )
+    assert [[entry.drafted for entry in generation.rounds] for generation in alone] == [
+        [entry.drafted for entry in generation.rounds] for generation in batch
     ]
     assert any(entry.num_accepted for entry in alone[0].rounds)
     assert any(entry.num_accepted < len(entry.drafted) for entry in alone[0].rounds)
@@ -153,7 +158,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
     target = distribution_of(tiny_draft_model(4, seed=1))
     drafted = set()
 
-    def from_text(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
+    def propose_from_text(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer = suffix_proposer(max_spec_factor=2)
         proposer.set_past_outputs([(1, 2)])
         proposer.begin([len(text) + 2])
@@ -161,22 +166,22 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
         drafted.add(len(proposal.tokens))
         return proposal
 
-    distribution = output_distribution(target, from_text, prompt)
+    distribution = output_distribution(target, propose_from_text, prompt)
     assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
     assert {0, 2} <= drafted
 
 
-# --- What a measurement lets it remember
+# --- Past outputs in a measurement
 
 
-class Recording(LookupProposer):
-    """Notes what it knows whenever a sequence begins."""
+class RecordingProposer(LookupProposer):
+    """A lookup that records the past outputs that it knows whenever a sequence begins."""
 
     seen: list[tuple[Sequence[int], ...]]
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         super().begin(max_lengths)
-        if max_lengths != [1, 1]:  # by which a decoder asks whether it is one for batches
+        if max_lengths != [1, 1]:  # a decoder begins so to ask whether batches are supported
             self.seen += [tuple(self.lookup._past_outputs)] * len(max_lengths)
 
 
@@ -185,8 +190,8 @@ class Recording(LookupProposer):
 def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     batch_size: int, behind_lookup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the repetition, and also where prompts are decoded again."""
-    target, recording = tiny_target(), Recording(SuffixLookup())
+    """This holds in each repetition, and where prompts are decoded again."""
+    target, recording = tiny_target(), RecordingProposer(SuffixLookup())
     recording.seen = []
     config = LookupFirstConfig(method="suffix", draft_tokens=1)
     proposer = (
@@ -208,7 +213,7 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
 # --- Settings
 
 
-def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
+def test_the_loader_passes_settings_to_the_lookup(target: FrozenTarget) -> None:
     assert load_proposer("suffix", None, target).settings == SuffixConfig().model_dump()
     config = SuffixConfig(
         min=2, max=5, max_cached_requests=7, max_spec_factor=3.0, min_token_prob=0.25
@@ -236,7 +241,7 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         (["train.max_steps=5"], "train.max_steps", "5"),
     ],
 )
-def test_settings_that_cannot_work_name_their_key(
+def test_settings_that_cannot_work_are_refused_by_key(
     options: list[str], key: str, got: object
 ) -> None:
     with refused(key, got):
