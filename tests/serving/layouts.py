@@ -1,12 +1,14 @@
-"""Names and shapes of EAGLE heads for the tiny target (64 wide, 260 tokens), by hand: as engines,
-and other projects, have them."""
+"""Names and shapes of EAGLE heads for the tiny target (64 wide, 260 tokens), written by hand.
+
+They are those that engines and other projects use.
+"""
 
 from pathlib import Path
 
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import write_target
 
-NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
+NUM_LAYERS = 8  # layers of the target, whose default auxiliary layers are 2, 4 and 5
 Shapes = dict[str, tuple[int, ...]]
 EAGLE: Shapes = {
     "fc.weight": (64, 128),
@@ -22,14 +24,16 @@ EAGLE: Shapes = {
 
 
 def saved_target(folder: Path) -> FrozenTarget:
-    """The tiny target, loaded from its folder."""
+    """Save the tiny target to a folder and return it, loaded from there."""
     write_target(folder, num_layers=NUM_LAYERS)
     return FrozenTarget.load(str(folder))
 
 
 def eagle3(first: str) -> Shapes:
-    """Of a head with 25 tokens that reads three layers of 64; its own first layer is called
-    `first`."""
+    """Return the shapes of a head with 25 tokens that reads three layers of width 64.
+
+    `first` is the prefix of its own first layer.
+    """
     return {
         "fc.weight": (64, 192),
         f"{first}self_attn.q_proj.weight": (64, 128),

@@ -1,4 +1,4 @@
-"""The verb `export`: commands that serve, acceptance to expect, untrained drafts, and mistakes."""
+"""`specdistill export`: serving commands, expected acceptance, untrained drafts, and mistakes."""
 
 import json
 import shlex
@@ -37,14 +37,14 @@ from tests.tiny import save_adapter, tiny_target_model, write_target
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target`, and `run/draft`, an EAGLE-3 head for it."""
+    """A folder with `target`, and with `run/draft`, an EAGLE-3 head for it."""
     path = tmp_path_factory.mktemp("export")
     save_head("eagle3", build_head("eagle3", saved_target(path / "target")), path / "run" / "draft")
     return path
 
 
-def report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
-    """The sample of the pages, of one row, without what it says of K."""
+def make_report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
+    """Return the sample report of the documentation with one row, without `theory` and `engine`."""
     sample = read_json(ROOT / "docs" / "sample" / "report.json")
     measured = {name: part for name, part in sample.items() if name not in ("theory", "engine")}
     k = settings.get("num_speculative_tokens", 4)
@@ -60,20 +60,20 @@ def report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
         "draft": measured["draft"] | {"method": method},
         "target": measured["target"] | {"dtype": "float32"},
         "settings": measured["settings"] | {"drafting": {}, **settings},
-        "results": [of_k(row, k)],
+        "results": [change_k(row, k)],
     }
 
 
-def of_k(row: dict[str, Any], k: int) -> dict[str, Any]:
-    """A result with the positions of another K."""
+def change_k(row: dict[str, Any], k: int) -> dict[str, Any]:
+    """Return a result with the positions of another K."""
     lists = {name: (row[name] * 2)[:k] for name in PER_POSITION}
     return row | lists | {"num_speculative_tokens": k}
 
 
-def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
+def test_names_from_a_report_are_plain_text_in_serve_md() -> None:
     pages = []
     for name in ("name", HOSTILE):
-        measured = renamed(report(), name) | {"engine": {"name": "vllm", "version": name}}
+        measured = renamed(make_report(), name) | {"engine": {"name": "vllm", "version": name}}
         failed = {"metric": name, "severity": "fail", "passed": False, "verdict": "failed"}
         measured["gate"] = {"verdict": "failed", "passed": False, "rules": [failed]}
         pages.append(
@@ -90,8 +90,8 @@ def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
     assert hostile.elements == friendly.elements and hostile.references == []
 
 
-def served(folder: Path) -> tuple[list[str], str]:
-    """The words of the last command in SERVE.md, and the whole text."""
+def read_serve_md(folder: Path) -> tuple[list[str], str]:
+    """Return the words of the last command in SERVE.md, and the whole text."""
     text = (folder / "SERVE.md").read_text()
     lines = text.split("```bash\n")[1].split("\n```")[0].replace("\\\n", " ").splitlines()
     return shlex.split(lines[-1]), text
@@ -99,7 +99,7 @@ def served(folder: Path) -> tuple[list[str], str]:
 
 def test_vllm_is_told_method_draft_and_number(folder: Path, tmp_path: Path) -> None:
     export(folder / "run" / "draft", "vllm", tmp_path / "out", TargetFiles(str(folder / "target")))
-    words, text = served(tmp_path / "out")
+    words, text = read_serve_md(tmp_path / "out")
     assert (
         words[:3] == ["vllm", "serve", str(folder / "target")]
         and words[3] == "--speculative-config"
@@ -130,7 +130,7 @@ def test_an_adapted_target_is_served_as_a_merged_copy(
     target = FrozenTarget.load(str(folder / "target"), adapter=str(tmp_path / "adapter"))
     save_draft(load_method("eagle3"), target, build_head("eagle3", target), tmp_path / "draft")
     export(tmp_path / "draft", engine, tmp_path / "out", target.files)
-    words, merged = served(tmp_path / "out")[0], str(tmp_path / "out-target")
+    words, merged = read_serve_md(tmp_path / "out")[0], str(tmp_path / "out-target")
     if engine == "speculators":
         verifier = read_json(tmp_path / "out" / "config.json")["speculators_config"]["verifier"][
             "name_or_path"
@@ -152,14 +152,14 @@ def test_a_template_that_replaces_the_targets_is_served(
     shutil.copytree(folder / "run" / "draft", tmp_path / "draft")
     (tmp_path / "draft" / TEMPLATE).write_text("{{ messages }}")
     export(tmp_path / "draft", engine, tmp_path / "out")
-    words, _ = served(tmp_path / "out")
+    words, _ = read_serve_md(tmp_path / "out")
     place = words[words.index(f"--chat-template{flag}") + 1]
     assert place == str(tmp_path / "out" / TEMPLATE) and Path(place).read_text() == "{{ messages }}"
 
 
 def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -> None:
     export(folder / "run" / "draft", "sglang", tmp_path / "out", num_speculative_tokens=5)
-    words, text = served(tmp_path / "out")
+    words, text = read_serve_md(tmp_path / "out")
     flags = dict(zip(words[3::2], words[4::2], strict=True))
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
     assert flags == {
@@ -173,19 +173,19 @@ def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -
     assert "TARGET stands for the target" in text
 
 
-def test_speculators_folder_is_served_as_it_is(folder: Path, tmp_path: Path) -> None:
+def test_a_speculators_folder_is_served_as_it_is(folder: Path, tmp_path: Path) -> None:
     export(
         folder / "run" / "draft",
         "speculators",
         tmp_path / "out",
         TargetFiles(str(folder / "target")),
     )
-    assert served(tmp_path / "out")[0][:3] == ["vllm", "serve", str(tmp_path / "out")]
+    assert read_serve_md(tmp_path / "out")[0][:3] == ["vllm", "serve", str(tmp_path / "out")]
 
 
 def test_llama_cpp_is_told_both_files_and_how_to_convert_them(folder: Path, tmp_path: Path) -> None:
     export(folder / "run" / "draft", "gguf", tmp_path / "out", TargetFiles(str(folder / "target")))
-    command, text = served(tmp_path / "out")
+    command, text = read_serve_md(tmp_path / "out")
     files = ["-m", "target.gguf", "-md", "draft.gguf"]
     assert command[:9] == [
         "llama-server",
@@ -203,35 +203,33 @@ def test_llama_cpp_is_told_both_files_and_how_to_convert_them(folder: Path, tmp_
 def test_a_small_draft_is_served_by_each_engine(tmp_path: Path) -> None:
     write_target(tmp_path / "ours", num_layers=2)
     export(tmp_path / "ours", "vllm", tmp_path / "vllm")
-    assert json.loads(served(tmp_path / "vllm")[0][4])["method"] == "draft_model"
+    assert json.loads(read_serve_md(tmp_path / "vllm")[0][4])["method"] == "draft_model"
     export(tmp_path / "ours", "sglang", tmp_path / "sglang")
-    assert "STANDALONE" in served(tmp_path / "sglang")[0]
+    assert "STANDALONE" in read_serve_md(tmp_path / "sglang")[0]
     export(tmp_path / "ours", "gguf", tmp_path / "gguf")
-    command, text = served(tmp_path / "gguf")
+    command, text = read_serve_md(tmp_path / "gguf")
     assert (
         "draft-simple" in command and f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --outtype" in text
     )
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_was_measured_is_what_to_expect(named: bool, folder: Path, tmp_path: Path) -> None:
-    """From the report that is named, or from the one beside the draft in its run."""
+def test_serve_md_states_the_measured_acceptance(named: bool, folder: Path, tmp_path: Path) -> None:
+    """The acceptance is that of the named report, or of the one beside the draft in its run."""
     place = tmp_path / "elsewhere" if named else tmp_path / "run" / "report"
     place.mkdir(parents=True)
-    (place / "report.json").write_text(json.dumps(report()))
+    (place / "report.json").write_text(json.dumps(make_report()))
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "draft").symlink_to(folder / "run" / "draft")
     export(tmp_path / "run" / "draft", "vllm", tmp_path / "out", report=place if named else None)
-    words, text = served(tmp_path / "out")
+    words, text = read_serve_md(tmp_path / "out")
     assert json.loads(words[4])["num_speculative_tokens"] == 4
     assert "| all of pico | 24 | 2.89 (2.73 to 3.08) |" in text
     assert "70% 55% 40% 30%" in text and "K = 4 · greedy · suite pico" in text
 
 
-def test_what_speaks_against_serving_a_draft_stands_before_the_command(
-    folder: Path, tmp_path: Path
-) -> None:
-    judged = report()
+def test_serve_md_warns_of_a_failed_gate_before_the_command(folder: Path, tmp_path: Path) -> None:
+    judged = make_report()
     rule = next(rule for rule in judged["gate"]["rules"] if rule["metric"] == "speedup")
     judged["gate"] |= {
         "verdict": "failed",
@@ -240,7 +238,7 @@ def test_what_speaks_against_serving_a_draft_stands_before_the_command(
     judged["results"][0].update(speedup=0.87, speedup_ci95=[0.83, 0.91])
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
-    printed = served(tmp_path / "out")[1].partition("```bash")[0]
+    printed = read_serve_md(tmp_path / "out")[1].partition("```bash")[0]
     assert (
         "1 of 2 rules failed: speedup" in printed
         and "0.87" in printed
@@ -249,12 +247,15 @@ def test_what_speaks_against_serving_a_draft_stands_before_the_command(
     judged["gate"]["verdict"], judged["results"][0]["speedup"] = "passed", 1.2
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "good", report=tmp_path / "report.json")
-    assert "Before you serve it" not in served(tmp_path / "good")[1]
+    assert "Before you serve it" not in read_serve_md(tmp_path / "good")[1]
 
 
-def swept(*speeds: tuple[int, int, float]) -> dict[str, Any]:
-    """(K, requests at once, speedup) of each configuration, of a report of two GPUs."""
-    measured = report() | {
+def make_swept_report(*speeds: tuple[int, int, float]) -> dict[str, Any]:
+    """Return a report of two GPUs.
+
+    speeds: For each configuration, K, the requests at once and the speedup.
+    """
+    measured = make_report() | {
         "engine": {
             "name": "vllm",
             "version": "0.33.0",
@@ -267,25 +268,27 @@ def swept(*speeds: tuple[int, int, float]) -> dict[str, Any]:
     names = ("num_speculative_tokens", "batch_size", "speedup")
     return measured | {
         "results": [
-            {**of_k(row, entry[0]), **dict(zip(names, entry, strict=True))} for entry in speeds
+            {**change_k(row, entry[0]), **dict(zip(names, entry, strict=True))} for entry in speeds
         ]
     }
 
 
-SWEPT = swept((4, 1, 1.5), (2, 1, 1.8), (4, 8, 1.4), (2, 8, 1.3), (4, 32, 0.7), (2, 32, 0.9))
+SWEPT = make_swept_report(
+    (4, 1, 1.5), (2, 1, 1.8), (4, 8, 1.4), (2, 8, 1.3), (4, 32, 0.7), (2, 32, 0.9)
+)
 
 
 def test_vllm_drafts_by_load_as_it_was_measured(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
-    draft, given = folder / "run" / "draft", {"report": tmp_path / "report.json"}
-    export(draft, "vllm", tmp_path / "vllm", **given)
-    words, text = served(tmp_path / "vllm")
+    draft, options = folder / "run" / "draft", {"report": tmp_path / "report.json"}
+    export(draft, "vllm", tmp_path / "vllm", **options)
+    words, text = read_serve_md(tmp_path / "vllm")
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 7, 2], [8, 31, 4], [32, 32, 0]]
     assert config["num_speculative_tokens"] == 4 and words[3:5] == ["--tensor-parallel-size", "2"]
     assert "tensor_parallel_size=2" in text
-    export(draft, "vllm", tmp_path / "said", **given, num_speculative_tokens=3)
-    words, _ = served(tmp_path / "said")
+    export(draft, "vllm", tmp_path / "said", **options, num_speculative_tokens=3)
+    words, _ = read_serve_md(tmp_path / "said")
     assert json.loads(words[-1]) == {
         "method": "eagle3",
         "model": str(tmp_path / "said"),
@@ -298,7 +301,7 @@ def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
 ) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
     export(folder / "run" / "draft", "sglang", tmp_path / "out", report=tmp_path / "report.json")
-    words, text = served(tmp_path / "out")
+    words, text = read_serve_md(tmp_path / "out")
     written, _ = text.split("```bash\n")[1].splitlines()[:2]
     echo, content, _, file = shlex.split(written)
     slots = {
@@ -321,34 +324,34 @@ def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
     assert json.loads((tmp_path / file).read_text()) == slots
 
 
-def test_other_engines_draft_what_is_best_at_the_load_of_the_report(
+def test_other_engines_use_the_best_k_at_the_load_of_the_report(
     folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
-    draft, target, given = (
+    draft, target, options = (
         folder / "run" / "draft",
         TargetFiles(str(folder / "target")),
         {"report": tmp_path / "report.json"},
     )
-    export(draft, "gguf", tmp_path / "out", **given)
-    words, _ = served(tmp_path / "out")
+    export(draft, "gguf", tmp_path / "out", **options)
+    words, _ = read_serve_md(tmp_path / "out")
     assert words[words.index("--spec-draft-n-max") + 1] == "2"
-    export(draft, "speculators", tmp_path / "whole", target, **given)
+    export(draft, "speculators", tmp_path / "whole", target, **options)
     proposal = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"][
         "proposal_methods"
     ][0]
     assert (
         proposal["speculative_tokens"] == 2
-        and "and 2 draft tokens" in served(tmp_path / "whole")[1]
+        and "and 2 draft tokens" in read_serve_md(tmp_path / "whole")[1]
     )
 
 
-def test_the_table_of_lengths_is_of_the_engine_that_is_started(
+def test_serve_md_states_the_draft_lengths_of_the_started_engine(
     folder: Path, tmp_path: Path
 ) -> None:
-    one_k = swept((4, 1, 1.5), (2, 1, 1.8), (2, 8, 1.3))
+    one_k = make_swept_report((4, 1, 1.5), (2, 1, 1.8), (2, 8, 1.3))
     k = {"num_speculative_tokens": 3}
-    for engine, measured, given, said in (
+    for engine, measured, options, sentence in (
         ("vllm", SWEPT, {}, "vLLM is started with this table"),
         ("vllm", one_k, {}, "vLLM is started with 2 draft tokens"),
         ("gguf", SWEPT, {}, "llama.cpp is started with 2 draft tokens"),
@@ -358,9 +361,11 @@ def test_the_table_of_lengths_is_of_the_engine_that_is_started(
             json.dumps({name: part for name, part in measured.items() if name != "engine"})
         )
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        export(folder / "run" / "draft", engine, out, report=tmp_path / "report.json", **given)
-        text = served(out)[1]
-        assert said in text and ("is started with" in text) == ("known from" in text) == bool(said)
+        export(folder / "run" / "draft", engine, out, report=tmp_path / "report.json", **options)
+        text = read_serve_md(out)[1]
+        assert sentence in text and ("is started with" in text) == ("known from" in text) == bool(
+            sentence
+        )
 
 
 def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
@@ -374,31 +379,29 @@ def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
     }
     for engine, flag in flags.items():
         export(folder / "run" / "draft", engine, tmp_path / engine, target)
-        text = served(tmp_path / engine)[1]
+        text = read_serve_md(tmp_path / engine)[1]
         assert f"`{flag}`" in text and (engine == "gguf" or "`--dtype float32`" in text)
-    in_gguf = report() | {
+    in_gguf = make_report() | {
         "engine": {"name": "llama.cpp", "version": "b1"},
-        "target": report()["target"] | {"dtype": "MOSTLY_Q4_1"},
+        "target": make_report()["target"] | {"dtype": "MOSTLY_Q4_1"},
     }
     (tmp_path / "report.json").write_text(json.dumps(in_gguf))
     export(
         folder / "run" / "draft", "vllm", tmp_path / "out", target, report=tmp_path / "report.json"
     )
     assert (
-        "`--dtype float32`" in served(tmp_path / "out")[1]
-        and "target pico in MOSTLY_Q4_1" in served(tmp_path / "out")[1]
+        "`--dtype float32`" in read_serve_md(tmp_path / "out")[1]
+        and "target pico in MOSTLY_Q4_1" in read_serve_md(tmp_path / "out")[1]
     )
 
 
 def test_llama_cpp_does_not_look_up_further_than_it_drafts(folder: Path, tmp_path: Path) -> None:
-    """With K = 6."""
-    command, text = exported_behind_a_lookup(
-        "gguf", {"min": 5, "draft_tokens": 2}, folder, tmp_path
-    )
+    """The report was measured with K = 6."""
+    command, text = export_behind_lookup("gguf", {"min": 5, "draft_tokens": 2}, folder, tmp_path)
     assert "ngram-simple,draft-eagle3" in command and "the draft alone" not in text
-    given = {"report": tmp_path / "report.json", "num_speculative_tokens": 4}
-    export(folder / "run" / "draft", "gguf", tmp_path / "short", **given)
-    command, text = served(tmp_path / "short")
+    options = {"report": tmp_path / "report.json", "num_speculative_tokens": 4}
+    export(folder / "run" / "draft", "gguf", tmp_path / "short", **options)
+    command, text = read_serve_md(tmp_path / "short")
     assert command[-4:] == [
         "draft-eagle3",
         "--spec-draft-n-max",
@@ -418,7 +421,7 @@ def test_llama_cpp_does_not_look_up_further_than_it_drafts(folder: Path, tmp_pat
 def test_an_engine_without_such_a_lookup_serves_the_draft_with_its_own_k(
     engine: str, shape: dict[str, Any], k: int, shown: str, folder: Path, tmp_path: Path
 ) -> None:
-    command, text = exported_behind_a_lookup(engine, shape, folder, tmp_path)
+    command, text = export_behind_lookup(engine, shape, folder, tmp_path)
     num = json.loads(command[4])["num_speculative_tokens"] if engine == "vllm" else int(command[8])
     assert num == k and "SPECDISTILL" not in text
     assert (
@@ -427,7 +430,7 @@ def test_an_engine_without_such_a_lookup_serves_the_draft_with_its_own_k(
     )
 
 
-def exported_behind_a_lookup(
+def export_behind_lookup(
     engine: str, shape: dict[str, Any], folder: Path, tmp_path: Path
 ) -> tuple[list[str], str]:
     lookup = {"method": "ngram", "min": 2, "max": 5, **shape}
@@ -437,21 +440,21 @@ def exported_behind_a_lookup(
         "temperature": 0.8,
     }
     (tmp_path / "report.json").write_text(
-        json.dumps(report(**settings, draft_sampling="probabilistic"))
+        json.dumps(make_report(**settings, draft_sampling="probabilistic"))
     )
     export(folder / "run" / "draft", engine, tmp_path / "out", report=tmp_path / "report.json")
-    return served(tmp_path / "out")
+    return read_serve_md(tmp_path / "out")
 
 
 def test_vllm_looks_up_in_front_of_the_draft_by_its_plugin(folder: Path, tmp_path: Path) -> None:
-    command, text = exported_behind_a_lookup("vllm", {"draft_tokens": 2}, folder, tmp_path)
+    command, text = export_behind_lookup("vllm", {"draft_tokens": 2}, folder, tmp_path)
     lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
     assert command[:2] == [
         f"SPECDISTILL_LOOKUP_FIRST={json.dumps(lookup)}",
         "VLLM_USE_V2_MODEL_RUNNER=0",
     ]
     config = json.loads(command[command.index("--speculative-config") + 1])
-    # which the plugin refuses
+    # The plugin refuses `draft_sample_method`.
     assert config["num_speculative_tokens"] == 6 and "draft_sample_method" not in config
     assert "--no-async-scheduling" in command and "async_scheduling=False" in text
     export(
@@ -461,16 +464,18 @@ def test_vllm_looks_up_in_front_of_the_draft_by_its_plugin(folder: Path, tmp_pat
         report=tmp_path / "report.json",
         num_speculative_tokens=1,
     )
-    assert json.loads(served(tmp_path / "one")[0][0].partition("=")[2])["draft_tokens"] == 1
+    assert json.loads(read_serve_md(tmp_path / "one")[0][0].partition("=")[2])["draft_tokens"] == 1
     assert "pip install 'specdistill[vllm]'" in text and "the draft alone" not in text
 
 
 def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(
-        json.dumps(report(temperature=0.8, draft_sampling="probabilistic"))
+        json.dumps(make_report(temperature=0.8, draft_sampling="probabilistic"))
     )
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
-    assert json.loads(served(tmp_path / "out")[0][4])["draft_sample_method"] == "probabilistic"
+    assert (
+        json.loads(read_serve_md(tmp_path / "out")[0][4])["draft_sample_method"] == "probabilistic"
+    )
 
 
 @pytest.mark.parametrize(
@@ -479,11 +484,11 @@ def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> No
         None,
         "{",
         json.dumps({}),
-        json.dumps({**report(), "results": []}),
-        json.dumps(report("eagle")),
+        json.dumps({**make_report(), "results": []}),
+        json.dumps(make_report("eagle")),
     ],
 )
-def test_a_report_that_is_none(content: str | None, folder: Path, tmp_path: Path) -> None:
+def test_an_unusable_report_is_refused(content: str | None, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
@@ -502,7 +507,7 @@ def test_a_multi_token_prediction_layer_goes_into_its_target(engine: str, tmp_pa
         ).method
         == "mtp"
     )
-    words, _ = served(tmp_path / "out")
+    words, _ = read_serve_md(tmp_path / "out")
     assert words[2 if engine == "vllm" else 4] == str(tmp_path / "out")
     assert ('"method": "mtp"' in words[-1]) if engine == "vllm" else ("NEXTN" in words)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("target", "out"))
@@ -520,8 +525,8 @@ def test_a_layer_that_no_engine_looks_for_is_refused(folder: Path, tmp_path: Pat
         export(tmp_path / "draft", "vllm", tmp_path / "out")
 
 
-def test_no_engine_replaces_tokens(folder: Path, tmp_path: Path) -> None:
-    measured = report(
+def test_a_draft_measured_with_replaced_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    measured = make_report(
         drafting={"heterogeneous_vocab": True, "token_replacements": {"<|end|>": "</s>"}}
     )
     (tmp_path / "report.json").write_text(json.dumps(measured))
@@ -543,7 +548,9 @@ def test_a_draft_that_records_another_target_is_refused(folder: Path, tmp_path: 
         export(tmp_path / "draft", "vllm", tmp_path / "out", TargetFiles(str(folder / "target")))
 
 
-def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_prints_the_path_of_serve_md_and_refuses_an_existing_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         f"draft={folder / 'run' / 'draft'}",
         "engine=sglang",
@@ -552,7 +559,7 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
     assert main(["export", *arguments]) == 0
     assert str(tmp_path / "out" / "SERVE.md") in capsys.readouterr().out
-    assert main(["export", *arguments]) == 2  # the folder is there now
+    assert main(["export", *arguments]) == 2  # the folder exists now
 
 
 @pytest.mark.parametrize(
@@ -565,7 +572,7 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("pard", "vllm", "pard"),
     ],
 )
-def test_an_untrained_draft_of_a_recipe(
+def test_a_dry_run_exports_an_untrained_draft(
     recipe: str, engine: str, method: str, folder: Path, tmp_path: Path
 ) -> None:
     arguments = [
@@ -600,7 +607,7 @@ def test_an_untrained_draft_of_a_recipe(
         (["draft=./nowhere"], "draft"),
     ],
 )
-def test_mistakes_are_told_by_their_key(
+def test_mistakes_name_their_key(
     arguments: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = [] if any(argument.startswith("engine=") for argument in arguments) else ["engine=vllm"]
@@ -609,7 +616,7 @@ def test_mistakes_are_told_by_their_key(
 
 
 @pytest.mark.parametrize("engine", ["gguf", "vllm", "sglang", "speculators"])
-def test_a_gguf_target_is_named_itself_or_by_its_copy(
+def test_a_gguf_target_is_served_as_the_file_or_as_its_copy(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp loads the file, and its converter a folder with the vocabulary; the other engines
@@ -621,7 +628,7 @@ def test_a_gguf_target_is_named_itself_or_by_its_copy(
     target = FrozenTarget.load(str(file))
     save_head("eagle3", build_head("eagle3", target), tmp_path / "draft")
     export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(str(file)))
-    words, text = served(tmp_path / "out")
+    words, text = read_serve_md(tmp_path / "out")
     (copy,) = (
         path for path in (tmp_path / "assets" / "specdistill" / "gguf").iterdir() if path.is_dir()
     )
@@ -639,8 +646,8 @@ def test_a_gguf_target_is_named_itself_or_by_its_copy(
         }
     else:
         assert str(copy) in words and str(file) not in words and str(file) in text
-    own = AutoModelForCausalLM.from_pretrained(copy)(torch.arange(4, 28)[None]).logits
-    assert torch.equal(own, target.model(torch.arange(4, 28)[None]).logits)
+    copy_logits = AutoModelForCausalLM.from_pretrained(copy)(torch.arange(4, 28)[None]).logits
+    assert torch.equal(copy_logits, target.model(torch.arange(4, 28)[None]).logits)
     assert (
         AutoTokenizer.from_pretrained(copy)("def f(x):").input_ids
         == target.tokenizer("def f(x):").input_ids
@@ -649,7 +656,7 @@ def test_a_gguf_target_is_named_itself_or_by_its_copy(
 
 def write_lookup_report(folder: Path, k: int, **drafting: object) -> Path:
     folder.mkdir()
-    measured = report("ngram", num_speculative_tokens=k, drafting=drafting)
+    measured = make_report("ngram", num_speculative_tokens=k, drafting=drafting)
     (folder / "report.json").write_text(json.dumps(measured))
     return folder
 
@@ -658,7 +665,7 @@ def test_a_lookup_is_served_by_vllm_as_it_was_measured(tmp_path: Path) -> None:
     measured = write_lookup_report(tmp_path / "lookup", 6, min=2, max=5, lookup="sequence")
     arguments = ["method=ngram", "engine=vllm", "target=pico", f"report={measured}"]
     assert main(["export", *arguments, f"output_dir={tmp_path / 'out'}"]) == 0
-    words, text = served(tmp_path / "out")
+    words, text = read_serve_md(tmp_path / "out")
     assert words[:4] == ["vllm", "serve", str(PICO), "--speculative-config"]
     assert json.loads(words[4]) == {
         "method": "ngram",
@@ -671,19 +678,19 @@ def test_a_lookup_is_served_by_vllm_as_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_lookup_has_the_number_of_tokens_that_its_report_recommends(tmp_path: Path) -> None:
-    measured = report("ngram", num_speculative_tokens=6, drafting={"min": 1, "max": 3})
-    measured["results"] += [of_k(measured["results"][0], 4) | {"speedup": 5.0}]
+    measured = make_report("ngram", num_speculative_tokens=6, drafting={"min": 1, "max": 3})
+    measured["results"] += [change_k(measured["results"][0], 4) | {"speedup": 5.0}]
     (tmp_path / "report.json").write_text(json.dumps(measured))
     exported = export_lookup("ngram", "vllm", tmp_path / "out", report=tmp_path)
-    assert exported.num_tokens == 4 and "vllm serve TARGET" in served(tmp_path / "out")[1]
+    assert exported.num_tokens == 4 and "vllm serve TARGET" in read_serve_md(tmp_path / "out")[1]
 
 
 def test_a_lookup_is_served_by_llama_cpp_without_a_draft(tmp_path: Path) -> None:
     measured = write_lookup_report(tmp_path / "lookup", 4, min=2, max=2, rule="llama.cpp")
     arguments = ["method=ngram", "engine=llama.cpp", "target=pico", f"report={measured}"]
     assert main(["export", *arguments, f"output_dir={tmp_path / 'out'}"]) == 0
-    words, text = served(tmp_path / "out")
-    # the flags with which tests/with_engines starts llama.cpp's lookup
+    words, text = read_serve_md(tmp_path / "out")
+    # tests/with_engines starts llama.cpp's lookup with the same flags.
     assert shlex.join(words) == (
         "llama-server -m target.gguf --spec-type ngram-simple --spec-ngram-simple-size-n 2"
         " --spec-ngram-simple-size-m 4"
@@ -704,7 +711,7 @@ def test_a_lookup_is_served_by_llama_cpp_without_a_draft(tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_lookup_that_an_engine_lacks_writes_nothing(
+def test_a_lookup_that_an_engine_lacks_is_refused(
     arguments: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "target=pico", *arguments, f"output_dir={tmp_path / 'out'}"]) == 2

@@ -1,5 +1,8 @@
-"""EAGLE heads: ours -> an engine's layout -> ours, bit for bit; names and keys of each layout by
-hand; what each engine refuses."""
+"""EAGLE heads survive the way to an engine's layout and back, bit for bit.
+
+Names and keys of each layout are compared with those written by hand, and unsupported heads are
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +31,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# A head that one limit alone keeps from engines, and those that have that limit.
+# Each limit with a head that violates it alone, and the engines that have the limit.
 EAGLE3: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
     limits.SEVERAL_LAYERS: ({"num_layers": 2}, ("sglang", "gguf")),
     limits.FC_NORM: ({"fc_norm": True}, ("gguf",)),
@@ -66,7 +69,7 @@ RESIDUAL: dict[str, Any] = {
 }
 WIDE: dict[str, Any] = {"hidden_size": 192, "norm_before_fc": True}
 NORMS: dict[str, Any] = {"fc_norm": True, "norm_output": True, "sliding_window": 4}
-# What an engine can have, much of it at once.
+# Heads that an engine supports, each with many settings at once.
 ABLE: list[tuple[str, str, dict[str, Any]]] = [
     *(
         ("eagle3", engine, RESIDUAL | NORMS | {"num_layers": 3, "aux_layers": [1, 6]})
@@ -88,12 +91,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
-def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def read_head(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(("method", "engine", "shape", "limit"), REFUSED)
-def test_what_an_engine_cannot_have_is_refused(
+def test_a_head_that_an_engine_does_not_support_is_refused(
     method: str,
     engine: str,
     shape: dict[str, Any],
@@ -123,9 +126,9 @@ def test_a_head_comes_back_bit_for_bit(
         assert back.state_dict()[name].dtype == tensor.dtype and torch.equal(
             back.state_dict()[name], tensor
         ), name
-    # And from there into ours again, without the target where that is not asked for.
+    # The head is then saved in our layout again, with the same keys as at first.
     save_head(method, back, tmp_path / "again")
-    for one, other in zip(written(tmp_path / "ours"), written(tmp_path / "again"), strict=True):
+    for one, other in zip(read_head(tmp_path / "ours"), read_head(tmp_path / "again"), strict=True):
         assert one.keys() == other.keys()
 
 
@@ -138,7 +141,7 @@ def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_
     )
     for engine in ENGINES:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
-        config, tensors = written(tmp_path / engine)
+        config, tensors = read_head(tmp_path / engine)
         assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {
             dtype
         }
@@ -146,8 +149,8 @@ def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_
         assert str(dtype).removeprefix("torch.") in (config.get("torch_dtype"), config.get("dtype"))
 
 
-def llama(**keys: Any) -> dict[str, Any]:
-    """The keys of a Llama that every layout has for a head of the tiny target."""
+def make_llama_config(**keys: Any) -> dict[str, Any]:
+    """Return the keys of a Llama that every layout has for a head of the tiny target."""
     return {
         "model_type": "llama",
         "attention_bias": False,
@@ -177,7 +180,7 @@ def llama(**keys: Any) -> dict[str, Any]:
     }
 
 
-def speculators_keys(target: FrozenTarget, **keys: Any) -> dict[str, Any]:
+def make_speculators_config(target: FrozenTarget, **keys: Any) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -195,7 +198,7 @@ def speculators_keys(target: FrozenTarget, **keys: Any) -> dict[str, Any]:
             ],
             "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
         },
-        "transformer_layer_config": llama(),
+        "transformer_layer_config": make_llama_config(),
         "draft_vocab_size": 25,
         "target_hidden_size": None,
         "norm_before_residual": False,
@@ -214,9 +217,9 @@ NO_NORMS = {"fc_norm": False, "norm_output": False, "norm_before_fc": False}
 COUNTED = {"draft_vocab_size": 25, "target_hidden_size": 64, "num_aux_hidden_states": 3}
 
 
-def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
-    """The default layers are stated nowhere but by speculators; the embedding is the target's,
-    which speculators alone repeats."""
+def test_eagle3_layouts_are_those_written_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
+    """Only speculators' config states the default layers, and only its weights repeat the target's
+    embedding."""
     save_head(
         "eagle3",
         head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}),
@@ -225,25 +228,28 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     expected = {
         "vllm": {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **llama(**COUNTED, **NO_NORMS, norm_before_residual=False),
+            **make_llama_config(**COUNTED, **NO_NORMS, norm_before_residual=False),
         },
-        "sglang": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS)},
+        "sglang": {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **make_llama_config(**COUNTED, **NO_NORMS),
+        },
         "gguf": {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **llama(**COUNTED, norm_before_fc=False, norm_before_residual=False),
+            **make_llama_config(**COUNTED, norm_before_fc=False, norm_before_residual=False),
         },
-        "speculators": speculators_keys(target),
+        "speculators": make_speculators_config(target),
     }
     for engine, keys in expected.items():
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
-        config, tensors = written(tmp_path / engine)
+        config, tensors = read_head(tmp_path / engine)
         assert config == keys, engine
         shapes = layouts.eagle3("layers.0." if engine == "speculators" else "midlayer.")
         shapes |= {"embed_tokens.weight": (260, 64)} if engine == "speculators" else {}
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes, engine
         assert tensors["d2t"].tolist() == [5 + 3 * index for index in range(25)]
         assert tensors["t2d"].nonzero().flatten().tolist() == list(range(5, 105, 4))
-    embedding = written(tmp_path / "speculators")[1]["embed_tokens.weight"]
+    embedding = read_head(tmp_path / "speculators")[1]["embed_tokens.weight"]
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
 
 
@@ -254,7 +260,7 @@ def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(
     save_head("eagle3", head_of("eagle3", target, shape), tmp_path / "ours")
     for engine in ENGINES:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
-        config, tensors = written(tmp_path / engine)
+        config, tensors = read_head(tmp_path / engine)
         assert not {"d2t", "t2d"} & tensors.keys()
         assert tensors["embed_tokens.weight"].shape == (260, 32) and tensors[
             "lm_head.weight"
@@ -262,14 +268,16 @@ def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(
         assert config["target_hidden_size"] == 64 and config["draft_vocab_size"] == 260
 
 
-def test_windows_stand_where_engines_look(target: FrozenTarget, tmp_path: Path) -> None:
+def test_sliding_windows_are_written_where_engines_look(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     save_head(
         "eagle3",
         head_of("eagle3", target, {"sliding_window": 4, "num_layers": 2}),
         tmp_path / "ours",
     )
     export(tmp_path / "ours", "vllm", tmp_path / "vllm", TargetFiles(target.name))
-    config, _ = written(tmp_path / "vllm")
+    config, _ = read_head(tmp_path / "vllm")
     assert config["sliding_window"] == 4 and config["layer_types"] == [
         "sliding_attention",
         "sliding_attention",
@@ -284,16 +292,18 @@ def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(
 ) -> None:
     save_head("eagle3", head_of("eagle3", target, {"rope_scaling": LLAMA3}), tmp_path / "ours")
     export(tmp_path / "ours", "vllm", tmp_path / "out")
-    config, _ = written(tmp_path / "out")
+    config, _ = read_head(tmp_path / "out")
     assert config["rope_scaling"] == LLAMA3 and config["rope_theta"] == 10000.0
     assert config["rope_parameters"] == {**LLAMA3, "rope_theta": 10000.0}
 
 
-def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
-    """vLLM's has no bias, SGLang's one of zeros, with no `bias` in the config that would reach the
-    attention."""
+def test_eagle_layouts_are_those_written_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
+    """vLLM's layout has no bias, and SGLang's has one of zeros.
+
+    SGLang's config has no `bias`, which would also add one to the attention.
+    """
     save_head("eagle", head_of("eagle", target, {}), tmp_path / "ours")
-    model = {"architectures": ["LlamaForCausalLM"], **llama(bias=False)}
+    model = {"architectures": ["LlamaForCausalLM"], **make_llama_config(bias=False)}
     expected = {
         "vllm": (
             {
@@ -305,19 +315,21 @@ def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
             layouts.EAGLE,
         ),
         "sglang": (
-            {"architectures": ["LlamaForCausalLMEagle"], **llama()},
+            {"architectures": ["LlamaForCausalLMEagle"], **make_llama_config()},
             layouts.EAGLE | {"fc.bias": (64,)},
         ),
     }
     for engine, (keys, wanted) in expected.items():
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
-        config, tensors = written(tmp_path / engine)
+        config, tensors = read_head(tmp_path / engine)
         assert config == keys, engine
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted, engine
         assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
 
 
-def test_the_target_is_asked_for_where_it_is_needed(target: FrozenTarget, tmp_path: Path) -> None:
+def test_an_export_that_needs_the_target_is_refused_without_one(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     save_head("eagle3", head_of("eagle3", target, {}), tmp_path / "ours")
     with refused("target.model", "nothing"):
         export(tmp_path / "ours", "speculators", tmp_path / "out")
@@ -345,7 +357,7 @@ def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_pa
     export(
         tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded"))
     )
-    embedding = written(tmp_path / "out")[1]["embed_tokens.weight"]
+    embedding = read_head(tmp_path / "out")[1]["embed_tokens.weight"]
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
 
 
@@ -357,7 +369,7 @@ def test_a_head_left_to_the_target_is_completed(target: FrozenTarget, tmp_path: 
         {name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path
     )
     export(tmp_path / "ours", "vllm", tmp_path / "out", TargetFiles(target.name))
-    assert torch.equal(written(tmp_path / "out")[1]["lm_head.weight"], target.lm_head.weight)
+    assert torch.equal(read_head(tmp_path / "out")[1]["lm_head.weight"], target.lm_head.weight)
     assert torch.equal(
         load_head("eagle3", tmp_path / "ours", target).lm_head.weight, target.lm_head.weight
     )

@@ -1,4 +1,4 @@
-"""Heads as other projects write them, by hand: read, or refused with the reason."""
+"""Heads in the layouts of other projects load, or are refused with the reason."""
 
 import json
 from math import inf, nan
@@ -30,7 +30,7 @@ SIZES = {
     "vocab_size": V,
     "rms_norm_eps": 1e-6,
 }
-# As LlamaConfig writes them since transformers 5, and before.
+# The rotary keys of a LlamaConfig since transformers 5, and before.
 NEW_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 OLD_ROPE = {"rope_theta": 500000.0, "rope_scaling": None}
 
@@ -40,21 +40,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return FrozenTarget.load(str(write_target(tmp_path_factory.mktemp("target"), num_layers=8)))
 
 
-def tensors_of(first: str) -> dict[str, Tensor]:
-    """An EAGLE-3 head of bfloat16 noise whose first layer is called `first`."""
+def make_head_tensors(first: str) -> dict[str, Tensor]:
+    """Return the tensors of an EAGLE-3 head of bfloat16 noise; `first` prefixes its first layer."""
     tensors = {
-        name: noise(shape, index)
+        name: make_noise(shape, index)
         for index, (name, shape) in enumerate(layouts.eagle3(first).items())
     }
     ids = torch.arange(5, 105, 4)
     return tensors | {"d2t": ids - torch.arange(W), "t2d": torch.isin(torch.arange(V), ids)}
 
 
-def noise(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+def make_noise(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def write(
+def write_head(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False
 ) -> Path:
     folder.mkdir(exist_ok=True)
@@ -66,8 +66,8 @@ def write(
     return folder
 
 
-def shard(folder: Path) -> dict[str, Any]:
-    """A folder's single file as two shards; returns their index."""
+def split_into_shards(folder: Path) -> dict[str, Any]:
+    """Split the single weights file of a folder into two shards and return their index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     place = {
@@ -83,7 +83,7 @@ def shard(folder: Path) -> dict[str, Any]:
     return index
 
 
-def speculators(**keys: Any) -> dict[str, Any]:
+def make_speculators_config(**keys: Any) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -96,8 +96,8 @@ def speculators(**keys: Any) -> dict[str, Any]:
     }
 
 
-def specforge(**keys: Any) -> dict[str, Any]:
-    # inert, as in SpecForge's own
+def make_specforge_config(**keys: Any) -> dict[str, Any]:
+    # SpecForge writes these keys, too; they switch no window on.
     window = {"max_window_layers": 36, "sliding_window": 32768, "use_sliding_window": False}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -112,7 +112,7 @@ def specforge(**keys: Any) -> dict[str, Any]:
 def assert_loads(
     folder: Path, target: FrozenTarget, tensors: dict[str, Tensor], method: str = "eagle3"
 ) -> Any:
-    """Recognised, read tensor by tensor, and fit to decode with; returns the head."""
+    """Check that a head is recognised, has the given tensors and decodes; return the head."""
     assert find_method(folder) == method
     head = (load_eagle3 if method == "eagle3" else load_eagle)(folder, target)
     state = head.state_dict()
@@ -124,13 +124,15 @@ def assert_loads(
     return head
 
 
-def test_speculators(target: FrozenTarget, tmp_path: Path) -> None:
-    """With the norms that its own training gives a head, and copies of the embedding in another
-    dtype."""
-    tensors = tensors_of("layers.0.") | {"input_norm.weight": noise((3 * H,), 20)}
+def test_a_speculators_head_loads(target: FrozenTarget, tmp_path: Path) -> None:
+    """The head has the norms that speculators' training adds, and a copy of the target's
+    embedding in another dtype, which is not taken for one of its own."""
+    tensors = make_head_tensors("layers.0.") | {"input_norm.weight": make_noise((3 * H,), 20)}
     copy = {"embed_tokens.weight": target.model.get_input_embeddings().weight.bfloat16()}
-    folder = write(
-        tmp_path / "head", speculators(norm_before_fc=True, norm_output=True), tensors | copy
+    folder = write_head(
+        tmp_path / "head",
+        make_speculators_config(norm_before_fc=True, norm_output=True),
+        tensors | copy,
     )
     config = assert_loads(folder, target, tensors).config
     assert (
@@ -142,9 +144,13 @@ def test_speculators(target: FrozenTarget, tmp_path: Path) -> None:
     assert config.norm_before_residual and config.rope_theta == 500000.0 and config.fc_norm is False
 
 
-def test_speculators_residual_is_what_the_file_says(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = write(
-        tmp_path / "head", speculators(norm_before_residual=False), tensors_of("layers.0.")
+def test_norm_before_residual_is_read_from_a_speculators_config(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = write_head(
+        tmp_path / "head",
+        make_speculators_config(norm_before_residual=False),
+        make_head_tensors("layers.0."),
     )
     assert not load_eagle3(folder, target).config.norm_before_residual
 
@@ -152,16 +158,20 @@ def test_speculators_residual_is_what_the_file_says(target: FrozenTarget, tmp_pa
 def test_another_embedding_of_the_same_width_is_the_heads_own(
     target: FrozenTarget, tmp_path: Path
 ) -> None:
-    own = {"embed_tokens.weight": noise((V, H), 30)}
-    folder = write(tmp_path / "head", speculators(), tensors_of("layers.0.") | own)
-    head = assert_loads(folder, target, own)
+    embedding = {"embed_tokens.weight": make_noise((V, H), 30)}
+    folder = write_head(
+        tmp_path / "head", make_speculators_config(), make_head_tensors("layers.0.") | embedding
+    )
+    head = assert_loads(folder, target, embedding)
     assert head.config.owns_embedding and "embed_tokens.weight" not in head.shared
 
 
-def test_specforge(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_specforge_head_loads(target: FrozenTarget, tmp_path: Path) -> None:
     nested = {"eagle_config": {IDS: [0, 2, 6], "use_aux_hidden_state": True}}
-    folder = write(tmp_path / "head", specforge(**nested), tensors_of("midlayer."))
-    config = assert_loads(folder, target, tensors_of("midlayer.")).config
+    folder = write_head(
+        tmp_path / "head", make_specforge_config(**nested), make_head_tensors("midlayer.")
+    )
+    config = assert_loads(folder, target, make_head_tensors("midlayer.")).config
     assert (
         config.aux_layers == (1, 3, 7)
         and config.sliding_window is None
@@ -169,20 +179,20 @@ def test_specforge(target: FrozenTarget, tmp_path: Path) -> None:
     )
 
 
-def test_safeailab(target: FrozenTarget, tmp_path: Path) -> None:
-    """A pickle whose config calls itself a plain Llama, without the head size or the layers."""
-    folder = write(
+def test_a_safeailab_pickle_loads(target: FrozenTarget, tmp_path: Path) -> None:
+    """The config calls itself a plain Llama and names neither the head size nor the layers."""
+    folder = write_head(
         tmp_path / "head",
-        specforge(architectures=["LlamaForCausalLM"]),
-        tensors_of("midlayer."),
+        make_specforge_config(architectures=["LlamaForCausalLM"]),
+        make_head_tensors("midlayer."),
         pickled=True,
     )
-    config = assert_loads(folder, target, tensors_of("midlayer.")).config
+    config = assert_loads(folder, target, make_head_tensors("midlayer.")).config
     assert config.aux_layers == (2, 4, 5) and config.head_dim == 32
 
 
-def test_modelopt(target: FrozenTarget, tmp_path: Path) -> None:
-    """No t2d, no embedding; keys of its template that are null; YaRN put in at export."""
+def test_a_modelopt_head_loads(target: FrozenTarget, tmp_path: Path) -> None:
+    """The head has no t2d and no embedding; its config has null keys and YaRN scaling."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
     eagle = {
         IDS: [],
@@ -201,90 +211,110 @@ def test_modelopt(target: FrozenTarget, tmp_path: Path) -> None:
         "pretraining_tp": 1,
         "use_cache": None,
     }
-    tensors = {name: tensor for name, tensor in tensors_of("layers.0.").items() if name != "t2d"}
-    head = assert_loads(write(tmp_path / "head", specforge(**keys), tensors), target, tensors)
+    tensors = {
+        name: tensor for name, tensor in make_head_tensors("layers.0.").items() if name != "t2d"
+    }
+    head = assert_loads(
+        write_head(tmp_path / "head", make_specforge_config(**keys), tensors), target, tensors
+    )
     assert head.config.rope_scaling == yarn and head.target_ids_W.tolist() == [*range(5, 105, 4)]
 
 
-def test_legacy_names_of_the_norms(target: FrozenTarget, tmp_path: Path) -> None:
+def test_legacy_names_of_the_norms_are_read(target: FrozenTarget, tmp_path: Path) -> None:
     norms = {
-        f"aux_norm_{part}.weight": noise((H,), 40 + index)
+        f"aux_norm_{part}.weight": make_noise((H,), 40 + index)
         for index, part in enumerate(("low", "mid", "high"))
     }
-    folder = write(tmp_path / "head", specforge(use_aux_norm=True), tensors_of("midlayer.") | norms)
+    folder = write_head(
+        tmp_path / "head",
+        make_specforge_config(use_aux_norm=True),
+        make_head_tensors("midlayer.") | norms,
+    )
     head = load_eagle3(folder, target)
     assert head.config.fc_norm
     for norm, tensor in zip(head.fc_norm, norms.values(), strict=True):
         assert torch.equal(norm.weight, tensor)
 
 
-def test_shards(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = write(tmp_path / "head", specforge(), tensors_of("midlayer."))
-    shard(folder)
-    assert_loads(folder, target, tensors_of("midlayer."))
+def test_a_sharded_head_loads(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", make_specforge_config(), make_head_tensors("midlayer."))
+    split_into_shards(folder)
+    assert_loads(folder, target, make_head_tensors("midlayer."))
 
 
-def test_weights_of_two_dtypes_are_held_by_one(target: FrozenTarget, tmp_path: Path) -> None:
-    tensors = tensors_of("midlayer.")
-    tensors["norm.weight"] = tensors["norm.weight"].float() + 1e-5  # no bfloat16
-    head = load_eagle3(write(tmp_path / "head", specforge(), tensors), target)
+def test_weights_of_two_dtypes_load_in_the_wider_one(target: FrozenTarget, tmp_path: Path) -> None:
+    tensors = make_head_tensors("midlayer.")
+    # bfloat16 does not have these values.
+    tensors["norm.weight"] = tensors["norm.weight"].float() + 1e-5
+    head = load_eagle3(write_head(tmp_path / "head", make_specforge_config(), tensors), target)
     assert head.fc.weight.dtype == torch.float32 and torch.equal(
         head.norm.weight, tensors["norm.weight"]
     )
 
 
 CONFIGS = [
-    (specforge(hidden_act="gelu"), "hidden_act gelu"),
-    (specforge(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-    (specforge(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
-    (specforge(eagle_config={"parallel_draft_step": 4}), "parallel_draft_step 4"),
-    (specforge(eagle_config={"layer_ids": [1, 2]}), "layer_ids [1, 2]"),
-    (specforge(eagle_config={IDS: [1, 3, 4]}, **{IDS: [1, 3, 4]}), "[1, 3, 4]"),
-    (specforge(num_aux_hidden_states=2), "num_aux_hidden_states 2"),
-    (specforge(**{IDS: [2, 4, 9]}), "[2, 4, 9]"),
-    (specforge(fc_norm=True, norm_before_fc=True), "norm_before_fc"),
-    (specforge(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
-    (specforge(hidden_size="64"), "hidden_size '64'"),
-    (specforge(num_attention_heads=None), "num_attention_heads"),
-    (specforge(num_target_layers=36), "num_target_layers 36"),
-    (specforge(vocab_size=32000), "vocab_size 32000"),
+    (make_specforge_config(hidden_act="gelu"), "hidden_act gelu"),
+    (make_specforge_config(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     (
-        specforge(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        make_specforge_config(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state False",
+    ),
+    (make_specforge_config(eagle_config={"parallel_draft_step": 4}), "parallel_draft_step 4"),
+    (make_specforge_config(eagle_config={"layer_ids": [1, 2]}), "layer_ids [1, 2]"),
+    (make_specforge_config(eagle_config={IDS: [1, 3, 4]}, **{IDS: [1, 3, 4]}), "[1, 3, 4]"),
+    (make_specforge_config(num_aux_hidden_states=2), "num_aux_hidden_states 2"),
+    (make_specforge_config(**{IDS: [2, 4, 9]}), "[2, 4, 9]"),
+    (make_specforge_config(fc_norm=True, norm_before_fc=True), "norm_before_fc"),
+    (make_specforge_config(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    (make_specforge_config(hidden_size="64"), "hidden_size '64'"),
+    (make_specforge_config(num_attention_heads=None), "num_attention_heads"),
+    (make_specforge_config(num_target_layers=36), "num_target_layers 36"),
+    (make_specforge_config(vocab_size=32000), "vocab_size 32000"),
+    (
+        make_specforge_config(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
         "partial_rotary_factor 0.5",
     ),
-    (specforge(rope_scaling={"type": "yarn"}), "yarn"),
-    (specforge(rope_scaling={"type": "spiral", "factor": 2.0}), "rope_type spiral"),
-    # angles go by the length
-    (specforge(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type dynamic"),
-    (speculators(speculators_model_type="peagle"), "speculators_model_type peagle"),
-    (speculators(transformer_layer_config="llama"), "transformer_layer_config"),
+    (make_specforge_config(rope_scaling={"type": "yarn"}), "yarn"),
+    (make_specforge_config(rope_scaling={"type": "spiral", "factor": 2.0}), "rope_type spiral"),
+    # Dynamic scaling changes the angles with the length of the text.
+    (
+        make_specforge_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "rope_type dynamic",
+    ),
+    (make_speculators_config(speculators_model_type="peagle"), "speculators_model_type peagle"),
+    (make_speculators_config(transformer_layer_config="llama"), "transformer_layer_config"),
 ]
 
 
 @pytest.mark.parametrize(("config", "names"), CONFIGS, ids=[names for _, names in CONFIGS])
-def test_what_a_config_asks_for_and_heads_do_not_have(
+def test_a_config_that_heads_do_not_support_is_refused(
     config: dict[str, Any], names: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "head", config, tensors_of("midlayer."))
+    folder = write_head(tmp_path / "head", config, make_head_tensors("midlayer."))
     with refused("eval.draft", holds=names):
         load_proposer("eagle3", folder, target)
 
 
-HEAD = tensors_of("midlayer.")
+HEAD = make_head_tensors("midlayer.")
 
 
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
         ({"d2t": None}, "d2t"),
-        ({"layers.0.hidden_norm.weight": noise((H,))}, "hidden_norm.weight"),  # twice
-        ({"midlayer.self_attn.q_norm.weight": noise((32,))}, "layers.0.self_attn.q_norm.weight"),
-        ({"fc_norm.0.weight": noise((H,))}, "fc_norm.0.weight"),  # without the flag
-        ({"lm_head.weight": noise((V, H))}, "lm_head.weight of shape (260, 64)"),
+        # The tensor is there twice.
+        ({"layers.0.hidden_norm.weight": make_noise((H,))}, "hidden_norm.weight"),
+        (
+            {"midlayer.self_attn.q_norm.weight": make_noise((32,))},
+            "layers.0.self_attn.q_norm.weight",
+        ),
+        # The config does not set fc_norm.
+        ({"fc_norm.0.weight": make_noise((H,))}, "fc_norm.0.weight"),
+        ({"lm_head.weight": make_noise((V, H))}, "lm_head.weight of shape (260, 64)"),
         ({"fc.weight": HEAD["fc.weight"].to(torch.int8)}, "fc.weight in torch.int8"),
         ({"fc.weight": HEAD["fc.weight"].double()}, "fc.weight in torch.float64"),
         ({"d2t": HEAD["d2t"].float()}, "d2t in torch.float32"),
-        ({"d2t": HEAD["d2t"] + torch.arange(W) * 20}, "d2t"),  # ids
+        ({"d2t": HEAD["d2t"] + torch.arange(W) * 20}, "d2t"),  # token ids instead of offsets
         ({"d2t": HEAD["d2t"].flip(0)}, "d2t"),
         *(
             (
@@ -295,12 +325,14 @@ HEAD = tensors_of("midlayer.")
         ),
     ],
 )
-def test_weights_that_are_none(
+def test_unusable_weights_are_refused(
     changed: dict[str, Tensor | None], names: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     tensors = {name: tensor for name, tensor in (HEAD | changed).items() if tensor is not None}
     with refused("eval.draft", holds=names):
-        load_proposer("eagle3", write(tmp_path / "head", specforge(), tensors), target)
+        load_proposer(
+            "eagle3", write_head(tmp_path / "head", make_specforge_config(), tensors), target
+        )
 
 
 @pytest.mark.parametrize(
@@ -313,11 +345,11 @@ def test_weights_that_are_none(
         ("cut short", "model-00001-of-00002.safetensors"),
     ],
 )
-def test_an_index_that_does_not_tell_the_truth(
+def test_a_wrong_shard_index_is_refused(
     change: str, names: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "head", specforge(), tensors_of("midlayer."))
-    index = shard(folder)
+    folder = write_head(tmp_path / "head", make_specforge_config(), make_head_tensors("midlayer."))
+    index = split_into_shards(folder)
     if change == "outside":
         index["weight_map"]["norm.weight"] = "../elsewhere.safetensors"
     elif change == "no shard":
@@ -334,31 +366,35 @@ def test_an_index_that_does_not_tell_the_truth(
         load_proposer("eagle3", folder, target)
 
 
-EMBEDDING = {"model.embed_tokens.weight": noise((4, 4))}
+EMBEDDING = {"model.embed_tokens.weight": make_noise((4, 4))}
 
 
 @pytest.mark.parametrize(
     ("config", "tensors", "got"),
     [
         ({}, EMBEDDING, "1 tensors"),
-        ({"architectures": ["MedusaModel"]}, {"0.0.linear.weight": noise((4, 4))}, "MedusaModel"),
+        (
+            {"architectures": ["MedusaModel"]},
+            {"0.0.linear.weight": make_noise((4, 4))},
+            "MedusaModel",
+        ),
         (
             {"architectures": ["PEagleDraftModel"]},
-            tensors_of("midlayer.") | {"mask_hidden": noise((1, 1, 192))},
+            make_head_tensors("midlayer.") | {"mask_hidden": make_noise((1, 1, 192))},
             "peagle",
         ),
         (
             {"architectures": ["DFlash2DraftModel"]},
-            tensors_of("layers.0.") | {"hidden_norm.weight": noise((H,))},
+            make_head_tensors("layers.0.") | {"hidden_norm.weight": make_noise((H,))},
             "dflash2",
         ),
     ],
 )
-def test_layouts_that_are_not_known(
+def test_an_unknown_layout_is_refused(
     config: dict[str, Any], tensors: dict[str, Tensor], got: str, tmp_path: Path
 ) -> None:
     with refused("eval.draft", holds=got):
-        find_method(write(tmp_path / "head", config, tensors))
+        find_method(write_head(tmp_path / "head", config, tensors))
 
 
 def test_a_small_draft_with_nan_is_refused(target: FrozenTarget, tmp_path: Path) -> None:

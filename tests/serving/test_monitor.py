@@ -1,5 +1,6 @@
-"""`specdistill monitor` by pages that servers gave: tests/serving/engines/test_server.py says where
-vllm.txt and sglang.txt are from.
+"""`specdistill monitor` reads recorded pages of counters.
+
+tests/serving/engines/test_server.py says where vllm.txt and sglang.txt are from.
 
 llama_cpp.txt is the page of the llama-server of llama-cpp-python 0.3.36 after two prompts with
 `--spec-type ngram-simple` and K = 4, whose answers said 50 and 24 draft tokens, 49 and 4 of them
@@ -33,8 +34,8 @@ PARTS, SOME_TIME = command.NUM_PARTS, "seconds=0.06"
 
 
 @contextmanager
-def serving(pages, status=200):
-    """The address of a server that gives each page once."""
+def serve_pages(pages, status=200):
+    """Serve each page once and yield the address of the server."""
 
     class Handler(AnswerHandler):
         def do_GET(self):
@@ -47,9 +48,11 @@ def serving(pages, status=200):
         server.shutdown()
 
 
-def page(drafts, reached):
-    """vLLM's, with other counts, and with what it says of the requests that have ended: each has
-    ten drafts, and took 1 ms."""
+def make_page(drafts, reached):
+    """Return vLLM's page with other counts, and with the latency of the requests that have ended.
+
+    Each request has ten drafts and took 1 ms.
+    """
     counts = {"drafts": drafts, "draft_tokens": K * drafts, "accepted_tokens": sum(reached)}
     text = RECORDED
     for name, count in counts.items():
@@ -69,39 +72,45 @@ def page(drafts, reached):
     )
 
 
-def growing(*accepted, drafts=100):
-    """A page when the engine is looked for, one at the beginning, and one after each part.
+def make_growing_pages(*accepted, drafts=100):
+    """Return a page for finding the engine, one for the beginning, and one after each part.
 
-    accepted: at each of the four positions in that part.
+    accepted: The tokens accepted at each of the four positions, part by part.
     """
     sums = [*accumulate(accepted, initial=1000)]
     return [
-        page(5000, [1000] * K),
-        *(page(5000 + drafts * n, [total] * K) for n, total in enumerate(sums)),
+        make_page(5000, [1000] * K),
+        *(make_page(5000 + drafts * n, [total] * K) for n, total in enumerate(sums)),
     ]
 
 
-def watched(pages, tmp_path, *keys):
-    """The exit code, and what was exported."""
+def run_monitor(pages, tmp_path, *keys):
+    """Run `specdistill monitor` and return its exit code and the exported summary."""
     output = tmp_path / "new" / "acceptance.json"
-    with serving(pages) as address:
+    with serve_pages(pages) as address:
         code = main(["monitor", f"server={address}", f"output={output}", *keys])
     return code, json.loads(output.read_text()) if output.exists() else None
 
 
-def test_since_the_start_it_says_what_the_page_does(tmp_path, capsys):
-    # one to find the engine by, and one reading
-    code, found = watched([RECORDED] * 2, tmp_path, "seconds=0")
-    assert code == 4 and found["verdict"] == "inconclusive" and "acceptance_rate_ci95" not in found
-    assert (found["engine"], found["num_drafts"], found["num_draft_tokens"]) == ("vllm", 601, 2404)
+def test_monitor_with_zero_seconds_reports_the_counters_of_the_page(tmp_path, capsys):
+    # The first page shows which engine it is, and the second is the reading.
+    code, summary = run_monitor([RECORDED] * 2, tmp_path, "seconds=0")
     assert (
-        found["accepted_per_position"] == [377, 258, 200, 159]
-        and found["num_accepted_tokens"] == 994
+        code == 4 and summary["verdict"] == "inconclusive" and "acceptance_rate_ci95" not in summary
     )
-    assert found["acceptance_rate_per_position"] == pytest.approx(
+    assert (summary["engine"], summary["num_drafts"], summary["num_draft_tokens"]) == (
+        "vllm",
+        601,
+        2404,
+    )
+    assert (
+        summary["accepted_per_position"] == [377, 258, 200, 159]
+        and summary["num_accepted_tokens"] == 994
+    )
+    assert summary["acceptance_rate_per_position"] == pytest.approx(
         [377 / 601, 258 / 601, 200 / 601, 159 / 601]
     )
-    assert found["acceptance_length_vllm"] == pytest.approx(1 + 994 / 601)
+    assert summary["acceptance_length_vllm"] == pytest.approx(1 + 994 / 601)
     assert (
         "acceptance length 2.65, accepted at position 1, 2, …: 63%  43%  33%  26%, acceptance rate"
         " 0.41" in capsys.readouterr().out
@@ -116,20 +125,22 @@ def test_since_the_start_it_says_what_the_page_does(tmp_path, capsys):
         ((40, 60, 45, 58, 41, 55), 4, "inconclusive"),
     ],
 )
-def test_the_alarm_is_the_interval_below_a_half(accepted, code, verdict, tmp_path, capsys):
-    """Of parts with equally many drafts the rate is a mean of theirs."""
-    exit_code, found = watched(growing(*accepted), tmp_path, SOME_TIME)
-    assert (exit_code, found["verdict"]) == (code, verdict)
+def test_monitor_fails_where_the_interval_lies_below_a_half(
+    accepted, code, verdict, tmp_path, capsys
+):
+    """The rate over parts with equally many drafts is the mean of their rates."""
+    exit_code, summary = run_monitor(make_growing_pages(*accepted), tmp_path, SOME_TIME)
+    assert (exit_code, summary["verdict"]) == (code, verdict)
     rates = np.array(accepted) / 100
     judge = stats.ttest_1samp(rates, 0.5).confidence_interval()
-    assert found["acceptance_rate"] == pytest.approx(rates.mean())
-    assert found["acceptance_rate_ci95"] == pytest.approx([judge.low, judge.high])
-    assert found["acceptance_length_vllm_ci95"] == pytest.approx(
+    assert summary["acceptance_rate"] == pytest.approx(rates.mean())
+    assert summary["acceptance_rate_ci95"] == pytest.approx([judge.low, judge.high])
+    assert summary["acceptance_length_vllm_ci95"] == pytest.approx(
         [1 + K * judge.low, 1 + K * judge.high]
     )
-    assert found["num_drafts"] == 600 and found["acceptance_rate_per_position"] == pytest.approx(
-        [rates.mean()] * K
-    )
+    assert summary["num_drafts"] == 600 and summary[
+        "acceptance_rate_per_position"
+    ] == pytest.approx([rates.mean()] * K)
     first, second = capsys.readouterr().out.splitlines()
     assert (
         "6 parts of 0.0 s" in first
@@ -138,26 +149,31 @@ def test_the_alarm_is_the_interval_below_a_half(accepted, code, verdict, tmp_pat
     )
 
 
-def test_few_drafts_and_drafts_in_one_part_decide_nothing(tmp_path):
-    code, found = watched(growing(0, 0, 0, 0, 0, 1, drafts=4), tmp_path, SOME_TIME)
-    assert (code, found["num_drafts"]) == (4, 24) and "24 drafts are too few" in found["reason"]
-    quiet = [page(5000, [1000] * K)] * (1 + PARTS)
-    code, found = watched([*quiet, page(5100, [1010] * K)], tmp_path, SOME_TIME)
-    assert (code, found["acceptance_rate"]) == (4, pytest.approx(0.1)) and "one part" in found[
+def test_few_drafts_or_drafts_in_one_part_are_inconclusive(tmp_path):
+    code, summary = run_monitor(make_growing_pages(0, 0, 0, 0, 0, 1, drafts=4), tmp_path, SOME_TIME)
+    assert (code, summary["num_drafts"]) == (4, 24) and "24 drafts are too few" in summary["reason"]
+    quiet = [make_page(5000, [1000] * K)] * (1 + PARTS)
+    code, summary = run_monitor([*quiet, make_page(5100, [1010] * K)], tmp_path, SOME_TIME)
+    assert (code, summary["acceptance_rate"]) == (4, pytest.approx(0.1)) and "one part" in summary[
         "reason"
     ]
-    code, found = watched(repeat(RECORDED), tmp_path, SOME_TIME)
-    assert code == 4 and found["num_drafts"] == 0 and "acceptance_rate" not in found
+    code, summary = run_monitor(repeat(RECORDED), tmp_path, SOME_TIME)
+    assert code == 4 and summary["num_drafts"] == 0 and "acceptance_rate" not in summary
 
 
-def test_an_interval_holds_nothing_impossible(tmp_path):
-    _, found = watched(growing(0, 0, 0, 0, 0, 30), tmp_path, SOME_TIME)
-    assert found["acceptance_rate_ci95"][0] == 0 and found["acceptance_length_vllm_ci95"][0] == 1
+def test_the_interval_is_limited_to_possible_values(tmp_path):
+    _, summary = run_monitor(make_growing_pages(0, 0, 0, 0, 0, 30), tmp_path, SOME_TIME)
+    assert (
+        summary["acceptance_rate_ci95"][0] == 0 and summary["acceptance_length_vllm_ci95"][0] == 1
+    )
 
 
-def six_digits(drafts, *of_parts):
-    """llama.cpp's pages: (drafts, accepted tokens of each position) of each part, on top of what it
-    counted before."""
+def make_rounded_pages(drafts, *of_parts):
+    """Yield llama.cpp's pages, whose counters are rounded to six digits.
+
+    drafts: The drafts that it counted before.
+    of_parts: The drafts of each part, and their accepted tokens at each position.
+    """
     taken = 0
     for more, accepted in ((0, 0), *of_parts):
         drafts, taken = drafts + more, taken + accepted
@@ -166,12 +182,14 @@ def six_digits(drafts, *of_parts):
         yield {name: float(f"{count:g}") for name, count in counts.items()} | positions
 
 
-def test_counters_that_are_rounded_say_nothing_of_few_drafts():
-    def found(drafts, *of_parts, seconds=60.0):
-        return summarize_acceptance(LLAMA_CPP.client, list(six_digits(drafts, *of_parts)), seconds)
+def test_rounded_counters_of_few_drafts_are_inconclusive():
+    def summarize(drafts, *of_parts, seconds=60.0):
+        return summarize_acceptance(
+            LLAMA_CPP.client, list(make_rounded_pages(drafts, *of_parts)), seconds
+        )
 
-    for each in ((6, 3), (1, 1)):  # 36 drafts, and ones that the digits do not show
-        few = found(5_000_000, *[each] * PARTS)
+    for part in ((6, 3), (1, 1)):  # 36 drafts, and so few that six digits do not show them
+        few = summarize(5_000_000, *[part] * PARTS)
         assert (
             few["verdict"] == "inconclusive"
             and "too few drafts: the server rounds its counters to six digits; " in few["reason"]
@@ -179,22 +197,23 @@ def test_counters_that_are_rounded_say_nothing_of_few_drafts():
         assert not any(
             "acceptance" in name for name in few
         ) and "acceptance length –, " in command.format_line(few)
-    assert "raise seconds" in found(5_000_000, *[(0, 0)] * PARTS)["reason"]
-    told = re.search(r"use seconds=(\d+) or more", found(5_000_000, *[(100, 40)] * PARTS)["reason"])
-    longer = [(int(100 * int(told[1]) / 60), int(40 * int(told[1]) / 60))] * PARTS
-    enough = found(5_000_000, *longer, seconds=float(told[1]))
+    assert "raise seconds" in summarize(5_000_000, *[(0, 0)] * PARTS)["reason"]
+    advice = re.search(
+        r"use seconds=(\d+) or more", summarize(5_000_000, *[(100, 40)] * PARTS)["reason"]
+    )
+    longer = [(int(100 * int(advice[1]) / 60), int(40 * int(advice[1]) / 60))] * PARTS
+    enough = summarize(5_000_000, *longer, seconds=float(advice[1]))
     assert enough["verdict"] == "failed" and enough["acceptance_rate"] == pytest.approx(
         0.4, rel=0.01
     )
-    # up to a million they show all
-    assert found(200_000, *[(100, 40)] * PARTS)["acceptance_rate"] == pytest.approx(0.4)
-    # no draft token in the second
-    assert "in one part" in found(5_000_004, (30_000, 12_000), (2, 1), *[(0, 0)] * 4)["reason"]
+    # Six digits show every count up to a million.
+    assert summarize(200_000, *[(100, 40)] * PARTS)["acceptance_rate"] == pytest.approx(0.4)
+    # The second part has no draft token.
+    assert "in one part" in summarize(5_000_004, (30_000, 12_000), (2, 1), *[(0, 0)] * 4)["reason"]
 
 
-def test_requests_that_several_parts_share_give_no_interval():
-    """In a minute, of parts of 10 s. vLLM counts while requests run, llama.cpp once they have
-    ended."""
+def test_requests_that_span_several_parts_give_no_interval():
+    """A minute has six parts of 10 s. vLLM counts while requests run, llama.cpp when they end."""
 
     def pages(latency):
         counts = [
@@ -211,11 +230,11 @@ def test_requests_that_several_parts_share_give_no_interval():
         (VLLM.client, 5.0, "seconds=120"),
         (VLLM.client, 0.0, "raise seconds"),
     ):
-        found = summarize_acceptance(client, pages(latency), 60.0)
+        summary = summarize_acceptance(client, pages(latency), 60.0)
         assert (
-            "acceptance_rate_ci95" not in found
-            and found["verdict"] == "inconclusive"
-            and said in found["reason"]
+            "acceptance_rate_ci95" not in summary
+            and summary["verdict"] == "inconclusive"
+            and said in summary["reason"]
         )
     for client, latency in ((VLLM.client, 2.4), (LLAMA_CPP.client, 5.0)):
         assert summarize_acceptance(client, pages(latency), 60.0)["verdict"] == "failed"
@@ -226,29 +245,31 @@ def test_requests_that_several_parts_share_give_no_interval():
     # SGLang's gauges on the same page say 2.9 and 0.27.
     [("sglang", 2602, 2602 * 7, 4943, []), ("llama_cpp", 19, 74, 53, [14, 14, 13, 12])],
 )
-def test_other_engines_count_under_names_of_their_own(
+def test_counters_of_other_engines_are_read_by_their_own_names(
     engine, drafts, drafted, accepted, reached, tmp_path, capsys
 ):
-    _, found = watched(repeat((HERE / f"{engine}.txt").read_text()), tmp_path, "seconds=0")
-    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (
+    _, summary = run_monitor(repeat((HERE / f"{engine}.txt").read_text()), tmp_path, "seconds=0")
+    assert (summary["num_drafts"], summary["num_draft_tokens"], summary["num_accepted_tokens"]) == (
         drafts,
         drafted,
         accepted,
     )
-    assert found["accepted_per_position"] == reached and found["engine"] == engine.replace("_", ".")
+    assert summary["accepted_per_position"] == reached and summary["engine"] == engine.replace(
+        "_", "."
+    )
     if engine == "sglang":
-        assert (found["acceptance_length_vllm"], found["acceptance_rate"]) == pytest.approx(
+        assert (summary["acceptance_length_vllm"], summary["acceptance_rate"]) == pytest.approx(
             (2.9, 0.27), abs=0.005
         )
         assert "position 1, 2, …: –" in capsys.readouterr().out
 
 
-def test_ranks_are_summed_and_a_gauge_of_each_is_one_number(tmp_path):
+def test_counters_are_summed_over_ranks(tmp_path):
     text = (HERE / "sglang.txt").read_text()
-    _, found = watched(
+    _, summary = run_monitor(
         repeat(text + text.replace('tp_rank="0"', 'tp_rank="1"')), tmp_path, "seconds=0"
     )
-    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (
+    assert (summary["num_drafts"], summary["num_draft_tokens"], summary["num_accepted_tokens"]) == (
         5204,
         5204 * 7,
         9886,
@@ -256,53 +277,55 @@ def test_ranks_are_summed_and_a_gauge_of_each_is_one_number(tmp_path):
     later = (
         text.replace(" 2602.0", " 2702.0").replace(" 7557.0", " 7777.0").replace(" 12.0", " 13.0")
     )
-    _, found = watched([text, *[text] * PARTS, later], tmp_path, SOME_TIME)
-    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (
+    _, summary = run_monitor([text, *[text] * PARTS, later], tmp_path, SOME_TIME)
+    assert (summary["num_drafts"], summary["num_draft_tokens"], summary["num_accepted_tokens"]) == (
         100,
         700,
         119,
     )
 
 
-def test_a_server_that_answers_its_first_request_is_watched_from_nothing(tmp_path):
-    """SGLang has the counters only from then on."""
+def test_counters_that_appear_later_start_at_zero(tmp_path):
+    """SGLang has no counters before its first request."""
     text = (HERE / "sglang.txt").read_text()
     idle = "".join(line for line in text.splitlines(True) if "_total{" not in line)
-    code, found = watched([idle] * 5 + [text] * (PARTS - 3), tmp_path, SOME_TIME)
-    assert (code, found["num_drafts"], found["num_accepted_tokens"]) == (
+    code, summary = run_monitor([idle] * 5 + [text] * (PARTS - 3), tmp_path, SOME_TIME)
+    assert (code, summary["num_drafts"], summary["num_accepted_tokens"]) == (
         4,
         2602,
         4943,
-    ) and "one part" in found["reason"]
+    ) and "one part" in summary["reason"]
 
 
-def test_json_is_an_object_for_each_time_and_nothing_else(tmp_path, capsys):
-    with serving(growing(*[60] * PARTS)) as address:
+def test_json_output_is_one_object_for_each_time(tmp_path, capsys):
+    with serve_pages(make_growing_pages(*[60] * PARTS)) as address:
         assert main(["monitor", f"server={address}", SOME_TIME, "--json"]) == 0
-    (only,) = capsys.readouterr().out.splitlines()
-    _, written = watched(growing(*[60] * PARTS), tmp_path, SOME_TIME)
-    assert {**json.loads(only), "time": 0, "server": ""} == {**written, "time": 0, "server": ""}
+    (line,) = capsys.readouterr().out.splitlines()
+    _, exported = run_monitor(make_growing_pages(*[60] * PARTS), tmp_path, SOME_TIME)
+    assert {**json.loads(line), "time": 0, "server": ""} == {**exported, "time": 0, "server": ""}
 
 
-def without(name):
+def repeat_page_without(name):
     return repeat("".join(line for line in RECORDED.splitlines(True) if name not in line))
 
 
 @pytest.mark.parametrize(
     ("pages", "said"),
     [
-        # not started with a draft
-        (without("spec_decode"), "no vllm:spec_decode_num_drafts_total"),
-        (without("num_draft_tokens"), "no vllm:spec_decode_num_draft_tokens_total"),
+        # The server was started without a draft.
+        (repeat_page_without("spec_decode"), "no vllm:spec_decode_num_drafts_total"),
+        (repeat_page_without("num_draft_tokens"), "no vllm:spec_decode_num_draft_tokens_total"),
         (repeat("go_goroutines 7\n"), "no counters of vllm, sglang, llama.cpp"),
         (repeat("<html>\nfoo bar</html>"), "is no Prometheus page"),
-        # Started again, and at the end further than at the beginning.
+        # The server was started again, and its counters end above where they began.
         (
-            growing(40, 40)[:3] + [page(12, [3] * K)] + [page(9000, [2000] * K)] * PARTS,
+            make_growing_pages(40, 40)[:3]
+            + [make_page(12, [3] * K)]
+            + [make_page(9000, [2000] * K)] * PARTS,
             "num_drafts_total went from 5100 to 12",
         ),
         (
-            growing(40, 40)[:3] + [page(5200, [999] * K)] * PARTS,
+            make_growing_pages(40, 40)[:3] + [make_page(5200, [999] * K)] * PARTS,
             "num_accepted_tokens_total went from 4000 to 3996",
         ),
         (repeat(RECORDED.replace(" 601.0", " NaN")), "num_drafts_total went from"),
@@ -312,19 +335,19 @@ def without(name):
         ),
     ],
 )
-def test_what_cannot_be_counted_is_an_outside_failure(pages, said, tmp_path, capsys):
+def test_unusable_counters_are_a_resource_error(pages, said, tmp_path, capsys):
     keys = ["seconds=0"] if said.startswith("9994") else [SOME_TIME]
-    assert watched(pages, tmp_path, *keys) == (3, None)
+    assert run_monitor(pages, tmp_path, *keys) == (3, None)
     (error,) = capsys.readouterr().err.splitlines()
     assert said in error
 
 
-def test_a_server_without_metrics_is_told_how_to_have_them(capsys):
-    with serving(repeat({"detail": "Not Found"}), status=404) as address:
+def test_the_error_for_a_server_without_metrics_names_the_option(capsys):
+    with serve_pages(repeat({"detail": "Not Found"}), status=404) as address:
         assert main(["monitor", f"server={address}"]) == 3
-    said = capsys.readouterr().err
-    assert "--enable-metrics" in said and "--metrics" in said and "--disable-log-stats" in said
-    assert main(["monitor", f"server={address}"]) == 3  # nobody is there
+    error = capsys.readouterr().err
+    assert "--enable-metrics" in error and "--metrics" in error and "--disable-log-stats" in error
+    assert main(["monitor", f"server={address}"]) == 3  # the server has ended
     assert "does not answer" in capsys.readouterr().err
 
 
@@ -346,21 +369,21 @@ def test_mistakes_name_their_key(arguments, key, capsys):
     assert refused_key(capsys.readouterr().err) == key
 
 
-def test_it_watches_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
-    """Each time begins where the one before it ended, and replaces the file."""
+def test_watch_continues_until_an_interrupt(tmp_path, monkeypatch, capsys):
+    """Each period begins where the one before it ended, and its summary replaces the file."""
     lines, shown = [], command.format_line
 
-    def until_the_second(row):
+    def interrupt_after_two_lines(row):
         lines.append(row)
         if len(lines) == 3:
             raise KeyboardInterrupt
         return shown(row)
 
-    monkeypatch.setattr(command, "format_line", until_the_second)
-    pages = growing(*([40] * PARTS), *([60] * PARTS), *([50] * PARTS))
-    code, found = watched(chain(pages), tmp_path, SOME_TIME, "watch=true")
+    monkeypatch.setattr(command, "format_line", interrupt_after_two_lines)
+    pages = make_growing_pages(*([40] * PARTS), *([60] * PARTS), *([50] * PARTS))
+    code, summary = run_monitor(chain(pages), tmp_path, SOME_TIME, "watch=true")
     assert code == 130 and [row["num_accepted_tokens"] for row in lines] == [960, 1440, 1200]
-    assert found["num_accepted_tokens"] == 1440 and [
+    assert summary["num_accepted_tokens"] == 1440 and [
         path.name for path in (tmp_path / "new").iterdir()
     ] == ["acceptance.json"]
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == [
@@ -369,9 +392,11 @@ def test_it_watches_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
     ]
 
 
-def test_the_interval_misses_as_rarely_as_it_says():
-    """About 11 requests of 20 drafts in a part, whose acceptance rates are 0.5 on average. One over
-    draft tokens misses often."""
+def test_the_interval_has_its_nominal_coverage():
+    """Each part has about 11 requests of 20 drafts, whose acceptance rates are 0.5 on average.
+
+    A binomial interval over all draft tokens misses 0.5 far too often.
+    """
     random, hits, by_token = np.random.default_rng(0), [], []
     for _ in range(400):
         pages, drafts, accepted = [dict.fromkeys(SPEC_DECODE_COUNTERS, 0.0)], 0, 0

@@ -1,5 +1,7 @@
-"""vLLM's plugin without a vLLM: what it refuses, and what each row is given. tests/with_engines
-runs it in one."""
+"""The plugin for vLLM, without vLLM: what it refuses, and which tokens it drafts for each row.
+
+tests/with_engines runs it in a real vLLM.
+"""
 
 import json
 import tomllib
@@ -28,8 +30,10 @@ GROUP = "vllm.general_plugins"
 CONFIG = LookupFirstConfig(min=2, max=3, draft_tokens=2)
 
 
-def test_vllm_finds_it_and_it_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would import vLLM, which is not here."""
+def test_vllm_finds_the_plugin_which_does_nothing_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plugin that is asked for imports vLLM, which is not installed here."""
     (entry,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         GROUP
     ].items()
@@ -53,21 +57,21 @@ def test_vllm_finds_it_and_it_does_nothing_unless_asked(monkeypatch: pytest.Monk
         ('{"method": "suffix"}', ".method"),
     ],
 )
-def test_parameters_that_are_none(given: str, key: str) -> None:
+def test_malformed_parameters_are_refused(given: str, key: str) -> None:
     with refused(f"{LOOKUP_VARIABLE}{key}", ""):
         read_parameters(given)
     assert read_parameters(json.dumps(CONFIG.described)) == CONFIG
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3", "dev"])
-def test_a_vllm_that_it_does_not_know(version: str) -> None:
+def test_an_unknown_vllm_version_is_refused(version: str) -> None:
     for known in ("0.32.0", "0.33.1.dev3+cu130"):
         check_version(known)
     with refused(LOOKUP_VARIABLE, f"vLLM {version}"):
         check_version(version)
 
 
-def vllm_config(**draft: Any) -> SimpleNamespace:
+def make_vllm_config(**draft: Any) -> SimpleNamespace:
     plain = {
         "method": "eagle3",
         "parallel_drafting": False,
@@ -97,10 +101,10 @@ def vllm_config(**draft: Any) -> SimpleNamespace:
         ({"num_speculative_tokens": 1}, "draft_tokens 2 with num_speculative_tokens 1"),
     ],
 )
-def test_a_vllm_that_was_started_otherwise(draft: dict[str, Any], got: str) -> None:
-    check_vllm(vllm_config(), CONFIG)
+def test_unsupported_draft_settings_are_refused(draft: dict[str, Any], got: str) -> None:
+    check_vllm(make_vllm_config(), CONFIG)
     with refused(LOOKUP_VARIABLE, got):
-        check_vllm(vllm_config(**draft), CONFIG)
+        check_vllm(make_vllm_config(**draft), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +116,20 @@ def test_a_vllm_that_was_started_otherwise(draft: dict[str, Any], got: str) -> N
         ("parallel_config", "data_parallel_size", 2, "data parallelism"),
     ],
 )
-def test_a_vllm_without_a_draft_or_of_another_shape(
+def test_a_vllm_without_a_draft_or_with_an_unsupported_engine_setting_is_refused(
     section: str, name: str, value: Any, got: str
 ) -> None:
-    config = vllm_config()
+    config = make_vllm_config()
     setattr(getattr(config, section) if section else config, name, value)
     with refused(LOOKUP_VARIABLE, got):
         check_vllm(config, CONFIG)
 
 
 class Runner:
-    """The parts of vLLM's that are read. texts: what each request holds before a round."""
+    """The parts of vLLM's model runner that the plugin reads.
+
+    texts: The tokens of each request before a round.
+    """
 
     def __init__(self, texts: dict[str, list[int]], unread: tuple[str, ...] = ()) -> None:
         self.requests = {name: SimpleNamespace() for name in texts}
@@ -140,7 +147,7 @@ class Runner:
         return torch.tensor([[90 + row] * self.asked for row in range(len(sampled))])
 
     def commit(self, tokens: list[list[int]]) -> None:
-        """After a round, as vLLM's bookkeeping does."""
+        """Append the tokens of a round to the requests, as vLLM's bookkeeping does."""
         for row, (new, length) in enumerate(
             zip(tokens, self.input_batch.num_tokens_no_spec.copy(), strict=True)
         ):
@@ -148,14 +155,14 @@ class Runner:
             self.input_batch.num_tokens_no_spec[row] = length + len(new)
 
 
-def test_each_row_has_what_follows_its_text_or_what_the_draft_drafts() -> None:
+def test_each_row_gets_lookup_tokens_or_else_draft_tokens() -> None:
     first, plain, unread = [1, 2, 3, 4, 5, 6, 1, 2], [7, 8, 9], [1, 2, 3, 1, 2]
     runner = Runner({"a": first, "b": plain, "c": unread}, unread=("c",))
-    proposed, round_ = (
+    propose_with_lookup, round_ = (
         wrap_propose(Runner.propose, CONFIG),
         SimpleNamespace(num_spec_tokens_to_schedule=4),
     )
-    assert proposed(runner, round_, torch.tensor([[3, -1], [8, -1], [3, -1]])) == [
+    assert propose_with_lookup(runner, round_, torch.tensor([[3, -1], [8, -1], [3, -1]])) == [
         [4, 5, 6, 1],
         [91, 91],
         [92, 92],
@@ -163,25 +170,29 @@ def test_each_row_has_what_follows_its_text_or_what_the_draft_drafts() -> None:
     assert (runner.asked, round_.num_spec_tokens_to_schedule) == (2, 4)
     runner.commit([[3], [8], []])
     _, index = runner.requests["a"].specdistill
-    # Two tokens were accepted, a padded one was not; the other row now repeats, and the repetition
-    # is continued.
-    assert proposed(runner, round_, torch.tensor([[4, 100], [9, 8], [3, -1]])) == [
+    # The first row has one new token, and its padding is ignored. The second row has two and now
+    # repeats itself, so the lookup continues the repetition.
+    assert propose_with_lookup(runner, round_, torch.tensor([[4, 100], [9, 8], [3, -1]])) == [
         [5, 6, 1, 2],
         [9, 8, 9, 8],
         [92, 92],
     ]
     runner.commit([[4], [9, 8], []])
-    # A load at which vLLM schedules fewer tokens.
+    # Under load vLLM schedules fewer tokens.
     round_.num_spec_tokens_to_schedule = 1
-    assert proposed(runner, round_, torch.tensor([[50, -1], [9, -1], [3, -1]])) == [[90], [8], [92]]
-    # each token was read once
+    assert propose_with_lookup(runner, round_, torch.tensor([[50, -1], [9, -1], [3, -1]])) == [
+        [90],
+        [8],
+        [92],
+    ]
+    # Each token was read once: the index is still the first one.
     assert runner.requests["a"].specdistill == ([*first, 3, 4, 50], index)
     assert runner.requests["a"].specdistill[1] is index
 
 
-def test_a_text_that_is_taken_back_is_read_again() -> None:
+def test_a_text_that_is_replaced_is_read_again() -> None:
     runner, round_ = Runner({"a": [1, 2, 3, 4, 1]}), SimpleNamespace(num_spec_tokens_to_schedule=2)
-    proposed = wrap_propose(Runner.propose, CONFIG)
-    assert proposed(runner, round_, torch.tensor([[2]])) == [[3, 4]]
+    propose_with_lookup = wrap_propose(Runner.propose, CONFIG)
+    assert propose_with_lookup(runner, round_, torch.tensor([[2]])) == [[3, 4]]
     runner.input_batch.token_ids_cpu[0, :3], runner.input_batch.num_tokens_no_spec[0] = [5, 6, 5], 3
-    assert proposed(runner, round_, torch.tensor([[6]])) == [[5, 6]]
+    assert propose_with_lookup(runner, round_, torch.tensor([[6]])) == [[5, 6]]

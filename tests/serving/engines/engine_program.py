@@ -1,14 +1,14 @@
-"""A program that is started as the server of vLLM, SGLang or llama.cpp is, and answers as they do,
-at once: it knows no model.
+"""A program that stands in for the server of vLLM, SGLang or llama.cpp, without a model.
 
     python engine_program.py vllm MODEL [--speculative-config '{…}'] … --port PORT
     python engine_program.py sglang --model-path MODEL [--speculative-num-steps K …] … --port PORT
     python engine_program.py llama.cpp -m MODEL [--spec-draft-n-max K …] … --port PORT
 
-A step of an answer takes 4 ms. With drafts it costs a tenth more for each draft token, yields K + 1
-tokens and one in alternation, and takes as many times longer as the tokens of all requests in
-flight outnumber 8. It starts a process that outlives it and does not heed SIGTERM. Asked to look
-tokens up first, it says that it does, unless it is started with `--deaf`.
+A step of an answer takes 4 ms. With drafts, a step takes a tenth longer for each draft token and
+yields K + 1 tokens and one token in alternation. Where all requests in flight have more than 8
+tokens in a step, the step takes longer in proportion. The program starts a process that outlives it
+and ignores SIGTERM. With SPECDISTILL_LOOKUP_FIRST it prints the line of our plugin, unless it is
+started with `--deaf`.
 """
 
 import json
@@ -19,7 +19,7 @@ import threading
 import time
 from http.server import ThreadingHTTPServer
 
-# the module next to this one
+# This program runs from its own folder, so the module next to it is found by this name.
 from server_answers import AnswerHandler, completion, counters, pages, stream
 
 STEP_SECONDS, FREE_TOKENS = 0.004, 8

@@ -1,5 +1,7 @@
-"""A server that answers as an engine's does, but for some paths: there it sends other bytes, drips,
-floods or says nothing."""
+"""A server that answers as an engine does, except at some paths.
+
+There it sends other bytes, drips, floods or stays silent.
+"""
 
 import gzip
 import itertools
@@ -10,7 +12,7 @@ from http.server import ThreadingHTTPServer
 from tests.serving.engines.server_answers import AnswerHandler, completion, counters, pages
 
 DRIP, DRIP_HEAD, SILENCE, FLOOD, BOMB = "drip", "drip of headers", "silence", "flood", "bomb"
-MANY = 2**27  # bytes, twice what an answer may have
+MANY = 2**27  # bytes, twice the limit of an answer
 BOMBS = gzip.compress(bytes(MANY), 1)
 K = 3
 
@@ -48,7 +50,10 @@ class Handler(AnswerHandler):
 
 @contextmanager
 def hostile(wrong, *, engine="vllm", model="pico"):
-    """wrong: path -> what is answered there, as bytes or JSON, or one of the words above."""
+    """Run the server and yield it.
+
+    wrong: The answer at each path: bytes, JSON, or one of the words above.
+    """
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.engine, server.wrong, server.lock, server.ended = (
             engine,

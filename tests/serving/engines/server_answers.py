@@ -1,5 +1,7 @@
-"""What the servers of vLLM, SGLang and llama.cpp answer, for tests that stand in for one: pages,
-and completions with what was drafted."""
+"""Answers of the servers of vLLM, SGLang and llama.cpp, for tests that stand in for one.
+
+They are pages, and completions with counts of their drafts.
+"""
 
 import json
 from http.server import BaseHTTPRequestHandler
@@ -19,19 +21,19 @@ class AnswerHandler(BaseHTTPRequestHandler):
 
 
 def pages(engine, model, k, *, version="0.32.0", max_length=None):
-    """By their paths. k: draft tokens of a draft; 0 without one."""
+    """Return the JSON of each path. k: The draft tokens of a draft; 0 without one."""
     drafting = {
         "speculative_algorithm": "EAGLE3" if k else None,
         "speculative_num_steps": k or None,
     }
-    own = (
+    engine_pages = (
         {"/server_info": {"version": version, "model_path": model, **drafting}}
         if engine == "sglang"
         else {}
     )
     if engine == "llama.cpp":
         props = {"build_info": version, "model_path": model, "model_alias": model}
-        own = {
+        engine_pages = {
             "/props": {**props, "default_generation_settings": {"n_ctx": 512}},
             "/slots": [{"speculative": bool(k)}],
         }
@@ -40,13 +42,13 @@ def pages(engine, model, k, *, version="0.32.0", max_length=None):
         "/health": {},
         "/version": {"version": version},
         "/v1/models": {"data": [served]},
-        **own,
+        **engine_pages,
     }
 
 
 def counters(engine, k, generated, labels=""):
-    """The page of counters. labels: of each line, with a comma at the end."""
-    if engine == "llama.cpp":  # six digits
+    """Return the page of counters. labels: The labels of each line, with a comma at the end."""
+    if engine == "llama.cpp":  # llama.cpp prints six digits
         return f"llamacpp:tokens_predicted_total {float(generated):g}\n"
     lines = [f"{engine}:generation_tokens_total{{{labels}}} {float(generated)}"]
     if engine == "vllm":
@@ -58,8 +60,10 @@ def counters(engine, k, generated, labels=""):
 
 
 def stream(k, text, token_ids, accepted):
-    """A completion of llama.cpp: an event for each token, with the sums so far. accepted: the
-    tokens of each draft that were."""
+    """Return a completion of llama.cpp: an event for each token, with the sums so far.
+
+    accepted: The number of accepted tokens of each draft.
+    """
     timings, events, rounds = {"predicted_n": 0}, [], iter(accepted)
     left = 1  # tokens until the next round begins: at first the prompt's own
     for number, token in enumerate(token_ids, start=1):
@@ -84,8 +88,11 @@ def stream(k, text, token_ids, accepted):
 
 
 def completion(engine, k, text, token_ids, accepted, num_drafted, *, counts=True):
-    """accepted: the tokens of each draft that were. counts: whether vLLM was started with its
-    option for that."""
+    """Return a completion of vLLM or SGLang, with the counts of its drafts.
+
+    accepted: The number of accepted tokens of each draft.
+    counts: Whether vLLM was started with the option that adds the counts.
+    """
     histogram = [accepted.count(count) for count in range(k + 1)]
     counted = (len(accepted), num_drafted, sum(accepted), histogram)
     if engine == "sglang":

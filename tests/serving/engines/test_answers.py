@@ -1,5 +1,7 @@
-"""Whatever a server answers, and however slowly, is a completion or one line; and an interrupt is
-heard meanwhile."""
+"""Every answer of a server, however slow, becomes a completion or a one-line error.
+
+An interrupt ends the requests.
+"""
 
 import signal
 import threading
@@ -35,8 +37,8 @@ NO_JSON = [
 NO_OBJECT = [b"null", b"3", b'"text"', b"[]", b"{}"]
 
 
-def ask(address, engine="vllm", timeout=20.0):
-    """What `eval` asks of a server: what it is, and a completion."""
+def ask_server(address, engine="vllm", timeout=20.0):
+    """Ask what `eval` asks of a server: its identity, and a completion, which is returned."""
     client, server = ENGINES[engine].client, Server(address, key="eval.server", timeout=timeout)
     assert client.identify(server).num_speculative_tokens == K
     return client.complete(server, CompletionRequest("pico", [1], 2, 0.0, 1.0, 0, 0), K)
@@ -44,27 +46,27 @@ def ask(address, engine="vllm", timeout=20.0):
 
 @pytest.mark.parametrize("path", ["/metrics", VLLM])
 @pytest.mark.parametrize("wrong", [DRIP, DRIP_HEAD, SILENCE])
-def test_the_time_is_of_the_whole_answer(wrong, path):
+def test_the_timeout_covers_the_whole_answer(wrong, path):
     with hostile({path: wrong}) as server:
         start = time.monotonic()
         with pytest.raises(
             ResourceError, match=rf"{path} did not answer in 0.5 s; .* eval\.server_timeout"
         ):
-            ask(server.address, timeout=SECONDS)
+            ask_server(server.address, timeout=SECONDS)
         assert SECONDS <= time.monotonic() - start < SECONDS + 1
 
 
 @pytest.mark.parametrize("path", ["/metrics", VLLM])
 @pytest.mark.parametrize("wrong", [FLOOD, BOMB])
-def test_an_answer_has_a_size(wrong, path):
+def test_an_answer_that_is_too_large_is_refused(wrong, path):
     with (
         hostile({path: wrong}) as server,
         pytest.raises(ResourceError, match=f"{path} sent an answer of more than 64 MiB"),
     ):
-        ask(server.address)
+        ask_server(server.address)
 
 
-def of_models(*places_and_values):
+def build_page_cases(*places_and_values):
     right = pages("sglang", "pico", K)
     return [
         ({path: edited(right[path], place, value)}, path)
@@ -72,13 +74,13 @@ def of_models(*places_and_values):
     ]
 
 
-def of_completions(engine, path, *places_and_values):
+def build_completion_cases(engine, path, *places_and_values):
     right = completion(engine, K, "ab", [66, 67], [1], K)
     return [({path: edited(right, place, value)}, path) for place, value in places_and_values]
 
 
 DRAFTS = ("metrics", "speculative_decoding")
-IN_VLLM = [
+VLLM_CASES = [
     *(
         ({path: wrong}, path)
         for path in ("/v1/models", "/version", VLLM)
@@ -92,7 +94,7 @@ IN_VLLM = [
         ({"/metrics": f"vllm:generation_tokens_total {wrong}\n".encode()}, "/metrics")
         for wrong in ("1e999", "-1", "many")
     ),
-    *of_models(
+    *build_page_cases(
         ("/v1/models", ["data"], []),
         ("/v1/models", ["data"], None),
         ("/v1/models", ["data", 0], "pico"),
@@ -102,7 +104,7 @@ IN_VLLM = [
         ("/v1/models", ["data", 0, "max_model_len"], "many"),
         ("/version", ["version"], None),
     ),
-    *of_completions(
+    *build_completion_cases(
         "vllm",
         VLLM,
         (["choices"], []),
@@ -130,15 +132,15 @@ IN_VLLM = [
         ([*DRAFTS, "acceptance_histogram"], [[0]]),
     ),
 ]
-IN_SGLANG = [
+SGLANG_CASES = [
     *(({path: wrong}, path) for path in ("/server_info", SGLANG) for wrong in NO_OBJECT),
-    *of_models(
+    *build_page_cases(
         ("/server_info", ["version"], 5),
         ("/server_info", ["speculative_num_steps"], "three"),
         ("/server_info", ["speculative_num_steps"], -3),
         ("/server_info", ["model_path"], {}),
     ),
-    *of_completions(
+    *build_completion_cases(
         "sglang",
         SGLANG,
         (["text"], 3),
@@ -155,18 +157,18 @@ IN_SGLANG = [
 
 @pytest.mark.parametrize(
     ("engine", "wrong", "path"),
-    [*(("vllm", *case) for case in IN_VLLM), *(("sglang", *case) for case in IN_SGLANG)],
+    [*(("vllm", *case) for case in VLLM_CASES), *(("sglang", *case) for case in SGLANG_CASES)],
 )
-def test_a_malformed_answer_is_one_line(engine, wrong, path):
-    said = (
+def test_a_malformed_answer_is_refused_in_one_line(engine, wrong, path):
+    message = (
         f"{path} (sent an unexpected answer|sent no counts of accepted tokens|is no Prometheus"
         " page|has no vllm:)"
     )
     with (
         hostile(wrong, engine=engine) as server,
-        pytest.raises(ResourceError, match=said) as caught,
+        pytest.raises(ResourceError, match=message) as caught,
     ):
-        ask(server.address, engine)
+        ask_server(server.address, engine)
     assert len(str(caught.value)) < 1000
 
 
@@ -183,22 +185,22 @@ def test_a_malformed_answer_is_one_line(engine, wrong, path):
         ),
     ],
 )
-def test_a_field_is_named(engine, path, place, value, message):
-    ((wrong, _),) = of_completions(engine, path, (place, value))
+def test_the_error_names_the_wrong_field(engine, path, place, value, message):
+    ((wrong, _),) = build_completion_cases(engine, path, (place, value))
     with hostile(wrong, engine=engine) as server, pytest.raises(ResourceError, match=message):
-        ask(server.address, engine)
+        ask_server(server.address, engine)
 
 
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:99999", "http://[::1", "http://:80", "http://\u2028"]
 )
-def test_an_address_that_is_none_is_one_line(address):
+def test_an_invalid_address_is_refused(address):
     with pytest.raises(ResourceError, match="does not answer"):
-        ask(address)
+        ask_server(address)
 
 
 RIGHT = {"choices": [{"text": "ab", "token_ids": [66, 67], "finish_reason": "stop"}]}
-OF_DATA = [
+WRONG_DATA_ANSWERS = [
     *NO_JSON,
     *NO_OBJECT,
     *(edited(RIGHT, ["choices", 0, "text"], wrong) for wrong in (None, 3, ["ab"])),
@@ -216,8 +218,8 @@ OF_DATA = [
 ]
 
 
-@pytest.mark.parametrize("wrong", OF_DATA)
-def test_a_server_of_training_data_may_answer_better_later(wrong):
+@pytest.mark.parametrize("wrong", WRONG_DATA_ANSWERS)
+def test_a_wrong_answer_makes_a_data_server_unavailable(wrong):
     timeout = SECONDS if wrong in (DRIP, DRIP_HEAD, SILENCE) else 20.0
     with hostile({VLLM: wrong}) as server, pytest.raises(UnavailableError, match=VLLM):
         CompletionServer(server.address, timeout).complete({"prompt": [1]})
@@ -226,13 +228,13 @@ def test_a_server_of_training_data_may_answer_better_later(wrong):
 @pytest.mark.parametrize(
     "wrong", [b"[" * 100_000, {"data": []}, {"data": [{"id": None}]}, {"data": [{"id": 3}]}]
 )
-def test_models_of_a_server_of_training_data(wrong):
+def test_a_wrong_list_of_models_is_refused_from_a_data_server(wrong):
     with hostile({"/v1/models": wrong}) as server, pytest.raises(ResourceError, match="/v1/models"):
         CompletionServer(server.address, 20.0).find_model(["pico"])
 
 
 @pytest.mark.parametrize("wrong", [DRIP, DRIP_HEAD, SILENCE])
-def test_an_interrupt_is_heard_while_servers_are_asked(wrong):
+def test_an_interrupt_ends_requests_to_a_server(wrong):
     with hostile({VLLM: wrong}) as server:
         client, connected = (
             ENGINES["vllm"].client,

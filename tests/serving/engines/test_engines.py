@@ -1,4 +1,4 @@
-"""The table of engines: what each is asked for, and that asking for names loads nothing heavy."""
+"""The table of engines: what each engine offers; reading their names loads nothing heavy."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def test_engines_are_offered_where_they_can_serve() -> None:
     )
 
 
-@pytest.mark.long  # a fresh interpreter; make lint keeps torch and transformers out
+@pytest.mark.long  # starts an interpreter; `make lint` also keeps torch and transformers out
 def test_the_table_is_read_without_torch_or_http() -> None:
     heavy = "{'torch', 'transformers', 'httpx2'}"
     code = f"import sys, specdistill.serving.engines; print(sorted({heavy} & sys.modules.keys()))"

@@ -1,5 +1,4 @@
-"""The loader check: exports pass, and what is refused would not have; the traps of each engine by
-hand."""
+"""The loader check passes exports and fails refused heads; the traps of each engine by hand."""
 
 import json
 import random
@@ -34,10 +33,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
-def check(
+def check_folder(
     engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any
 ) -> LoaderCheck:
-    """A folder, with some keys of its config.json changed, as the engine would load it."""
+    """Check how an engine would load a folder, with some keys of its config.json changed."""
     config = json.loads((folder / "config.json").read_text()) | keys
     shapes = {
         name: tuple(tensor.shape)
@@ -48,8 +47,8 @@ def check(
     return check_loader(loader, config, shapes, head.config, target)
 
 
-def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
-    """Any head that can be built, many of which some engine cannot have."""
+def draw_shape(draw: random.Random, method: str) -> dict[str, Any]:
+    """Return the shape of a random head; engines do not support many of them."""
     shape: dict[str, Any] = {"num_layers": draw.choice([1, 1, 1, 1, 2, 3, 4])}
     heads, groups, size = draw.choice([(2, 1, 32), (2, 2, 32), (4, 2, 16), (4, 1, 64)])
     shape |= {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size}
@@ -71,7 +70,7 @@ def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "seed",
-    # More heads of the same kinds take a second for each dozen.
+    # More seeds draw more heads of the same kinds, and take a second for each dozen.
     [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))],
 )
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
         ("eagle", "sglang"),
     ],
 )
-def test_what_is_exported_loads_and_what_is_refused_would_not_have(
+def test_exported_heads_load_and_refused_heads_would_not(
     method: str,
     layout: str,
     seed: int,
@@ -92,14 +91,15 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A dozen random heads, which also come back bit for bit. A refusal is held against the rules:
-    written all the same, the folder fails them.
+    """A dozen random heads are exported, and come back bit for bit.
+
+    A refused head is written without the check, to show that the engine would not load it.
     """
     draw = random.Random(f"{seed} {method} {layout}")
     engine = "sglang" if layout == "sglang" else "vllm"
     able = 0
     for index in range(12):
-        shape = random_shape(draw, method)
+        shape = draw_shape(draw, method)
         head = head_of(method, target, shape)
         ours, output, files = (
             tmp_path / f"ours-{index}",
@@ -115,7 +115,7 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
             with monkeypatch.context() as without:
                 without.setattr(Layout, "check", lambda *_: None)
                 export(ours, layout, output, files)
-        result = check(engine, method, output, head, target)
+        result = check_folder(engine, method, output, head, target)
         if refusal:
             assert refusal.startswith(f"engine: got {layout} for ") and ", a head with " in refusal
         else:
@@ -128,7 +128,7 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
     assert able > 0
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_defaults_of_llama_settings_are_those_of_transformers() -> None:
     config = LlamaConfig()
     there = {name: "num_hidden_layers" if name == "num_layers" else name for name in LLAMA_SETTINGS}
     for name, setting in LLAMA_SETTINGS.items():
@@ -136,9 +136,11 @@ def test_defaults_are_those_of_transformers() -> None:
             assert setting.default == getattr(config, there[name]), name
 
 
-def one_head(target: FrozenTarget, folder: Path, layout: str = "vllm", **shape: Any) -> Any:
-    """A head with a pruned vocabulary in an engine's layout, `ours` for the one that drafts are
-    saved in."""
+def export_head(target: FrozenTarget, folder: Path, layout: str = "vllm", **shape: Any) -> Any:
+    """Write a head with a pruned vocabulary in an engine's layout, and return the head.
+
+    The layout `ours` is the one that drafts are saved in.
+    """
     head = head_of("eagle3", target, {**PRUNED, **shape})
     save_head("eagle3", head, folder / "ours")
     if layout != "ours":
@@ -146,7 +148,7 @@ def one_head(target: FrozenTarget, folder: Path, layout: str = "vllm", **shape: 
     return head
 
 
-def rewrite(folder: Path, *, without: str = "", **tensors: torch.Tensor) -> None:
+def rewrite_tensors(folder: Path, *, without: str = "", **tensors: torch.Tensor) -> None:
     path = folder / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(path).items() if name != without}
     save_file(kept | tensors, path)
@@ -163,12 +165,12 @@ MISSING, EXTRA = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_norm.weigh
         ("trtllm", "refused", "silent"),
     ],
 )
-def test_missing_and_unknown_tensors(
+def test_missing_and_unknown_tensors_are_found(
     engine: str, missing: str, extra: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    head = one_head(target, tmp_path)
-    rewrite(tmp_path / "vllm", without=MISSING, **{EXTRA: torch.ones(32)})
-    result = check(engine, "eagle3", tmp_path / "vllm", head, target)
+    head = export_head(target, tmp_path)
+    rewrite_tensors(tmp_path / "vllm", without=MISSING, **{EXTRA: torch.ones(32)})
+    result = check_folder(engine, "eagle3", tmp_path / "vllm", head, target)
     assert any(
         what.startswith("layers.0.mlp.up_proj.weight [128, 64]")
         for what in getattr(result, missing)
@@ -191,15 +193,15 @@ def test_missing_and_unknown_tensors(
 def test_layers_are_read_where_each_engine_looks(
     engine: str, layout: str, read: str | None, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    head = one_head(target, tmp_path, layout, aux_layers=[1, 6])
-    result = check(engine, "eagle3", tmp_path / layout, head, target)
+    head = export_head(target, tmp_path, layout, aux_layers=[1, 6])
+    result = check_folder(engine, "eagle3", tmp_path / layout, head, target)
     assert not result.refused and bool(result.silent) == bool(read)
     assert not read or any(read in what and "[1, 6]" in what for what in result.silent)
 
 
 def test_tensorrt_is_told_the_layers_when_it_starts(target: FrozenTarget, tmp_path: Path) -> None:
-    head = one_head(target, tmp_path, aux_layers=[1, 6])
-    result = check("trtllm", "eagle3", tmp_path / "vllm", head, target)
+    head = export_head(target, tmp_path, aux_layers=[1, 6])
+    result = check_folder("trtllm", "eagle3", tmp_path / "vllm", head, target)
     assert ["eagle3_layers_to_capture=[0, 5]" in note for note in result.notes] == [True]
     assert not result.refused and not result.silent
 
@@ -207,10 +209,10 @@ def test_tensorrt_is_told_the_layers_when_it_starts(target: FrozenTarget, tmp_pa
 def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(
     target: FrozenTarget, tmp_path: Path
 ) -> None:
-    head = one_head(target, tmp_path, draft_vocabulary=None)
-    rewrite(tmp_path / "vllm", d2t=torch.zeros(260, dtype=torch.long))
+    head = export_head(target, tmp_path, draft_vocabulary=None)
+    rewrite_tensors(tmp_path / "vllm", d2t=torch.zeros(260, dtype=torch.long))
     results = {
-        engine: check(engine, "eagle3", tmp_path / "vllm", head, target)
+        engine: check_folder(engine, "eagle3", tmp_path / "vllm", head, target)
         for engine in ("vllm", "sglang")
     }
     assert ["d2t" in what for what in results["vllm"].refused] == [True]
@@ -259,46 +261,48 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(
         ),
     ],
 )
-def test_what_a_config_says(
+def test_config_keys_that_the_engine_reads_differently_are_found(
     engine: str, keys: dict[str, Any], outcome: str, says: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    head = one_head(target, tmp_path)
-    result = check(engine, "eagle3", tmp_path / "vllm", head, target, **keys)
+    head = export_head(target, tmp_path)
+    result = check_folder(engine, "eagle3", tmp_path / "vllm", head, target, **keys)
     assert any(says in what for what in getattr(result, outcome)), result
 
 
-def test_keys_that_are_not_there(target: FrozenTarget, tmp_path: Path) -> None:
-    """SGLang asks for the draft's vocabulary; all of them give a Llama that does not say how deep
-    it is 32 layers."""
-    head = one_head(target, tmp_path)
+def test_missing_config_keys_are_found(target: FrozenTarget, tmp_path: Path) -> None:
+    """SGLang needs the size of the draft's vocabulary; every engine assumes 32 layers for a Llama
+    whose config names no number."""
+    head = export_head(target, tmp_path)
     path = tmp_path / "vllm" / "config.json"
     config = json.loads(path.read_text())
     del config["draft_vocab_size"], config["num_hidden_layers"]
     path.write_text(json.dumps(config))
-    result = check("sglang", "eagle3", tmp_path / "vllm", head, target)
+    result = check_folder("sglang", "eagle3", tmp_path / "vllm", head, target)
     assert any("draft_vocab_size" in what for what in result.refused)
     assert any("num_layers as 32" in what for what in result.silent)
 
 
-def test_speculators_residual_is_before_its_norm_unless_it_says_so(
+def test_a_missing_norm_before_residual_is_read_as_true_for_speculators(
     target: FrozenTarget, tmp_path: Path
 ) -> None:
-    head = one_head(target, tmp_path, "speculators")
+    head = export_head(target, tmp_path, "speculators")
     path = tmp_path / "speculators" / "config.json"
     config = json.loads(path.read_text())
     del config["norm_before_residual"], config["speculators_config"]["verifier"]
     path.write_text(json.dumps(config))
-    result = check("vllm", "eagle3", tmp_path / "speculators", head, target)
+    result = check_folder("vllm", "eagle3", tmp_path / "speculators", head, target)
     assert ["norm_before_residual as True" in what for what in result.silent] == [True]
     assert ["speculators_config.verifier.name_or_path" in what for what in result.refused] == [True]
     assert find_loader(METHODS["eagle3"].serving()["sglang"].loaders, config) is None
 
 
 def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
-    head = one_head(target, tmp_path, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
-    rewrite(tmp_path / "vllm", without="embed_tokens.weight")
+    head = export_head(
+        target, tmp_path, hidden_size=32, num_attention_heads=2, num_key_value_heads=1
+    )
+    rewrite_tensors(tmp_path / "vllm", without="embed_tokens.weight")
     for engine, outcome in (("vllm", "silent"), ("sglang", "silent"), ("trtllm", "refused")):
-        result = check(engine, "eagle3", tmp_path / "vllm", head, target)
+        result = check_folder(engine, "eagle3", tmp_path / "vllm", head, target)
         assert any("embed_tokens.weight [260, 32]" in what for what in getattr(result, outcome)), (
             engine
         )
@@ -306,16 +310,18 @@ def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: P
 
 def test_the_targets_head_is_taken_only_where_it_fits(target: FrozenTarget, tmp_path: Path) -> None:
     for vocabulary, problems in ((None, 0), (PRUNED["draft_vocabulary"], 1)):
-        head = one_head(target, tmp_path / str(problems), draft_vocabulary=vocabulary)
-        rewrite(tmp_path / str(problems) / "vllm", without="lm_head.weight")
-        result = check("vllm", "eagle3", tmp_path / str(problems) / "vllm", head, target)
+        head = export_head(target, tmp_path / str(problems), draft_vocabulary=vocabulary)
+        rewrite_tensors(tmp_path / str(problems) / "vllm", without="lm_head.weight")
+        result = check_folder("vllm", "eagle3", tmp_path / str(problems) / "vllm", head, target)
         assert len(result.silent) == problems and not result.refused
 
 
-def test_eagle_is_left_a_random_bias_by_sglang(target: FrozenTarget, tmp_path: Path) -> None:
+def test_sglang_leaves_the_missing_bias_of_an_eagle_head_random(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     head = head_of("eagle", target, {})
     save_head("eagle", head, tmp_path / "ours")
-    ours = check("sglang", "eagle", tmp_path / "ours", head, target)
+    ours = check_folder("sglang", "eagle", tmp_path / "ours", head, target)
     assert ["fc.bias [64]" in what for what in ours.silent] == [True]
     assert ["LlamaForCausalLMEagle" in what for what in ours.refused] == [True]
     assert find_loader(METHODS["eagle"].serving().get("trtllm", Serving()).loaders, {}) is None

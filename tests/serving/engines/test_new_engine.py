@@ -1,5 +1,6 @@
-"""A new engine is a file that makes an `Engine`, a row of `ENGINES`, and a `Serving` in each method
-that it takes: then it exports and is checked.
+"""A new engine needs an `Engine`, a row of `ENGINES`, and a `Serving` in each of its methods.
+
+Then `export` writes for it, and `doctor` checks drafts against it.
 """
 
 import json
@@ -61,7 +62,7 @@ TOY_EAGLE3 = Serving(
 )
 
 
-def test_a_new_engine_is_one_file_a_row_and_what_methods_say_of_it(
+def test_a_new_engine_exports_and_is_checked_by_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(ENGINES, "toy", TOY)
@@ -73,35 +74,33 @@ def test_a_new_engine_is_one_file_a_row_and_what_methods_say_of_it(
             head_of("eagle3", target, {"num_layers": num_layers}),
             tmp_path / str(num_layers),
         )
-    given = ["engine=toy", f"target={tmp_path / 'target'}"]
+    keys = ["engine=toy", f"target={tmp_path / 'target'}"]
 
-    assert (
-        main(["export", *given, f"draft={tmp_path / '1'}", f"output_dir={tmp_path / 'out'}"]) == 0
-    )
+    assert main(["export", *keys, f"draft={tmp_path / '1'}", f"output_dir={tmp_path / 'out'}"]) == 0
     config: dict[str, Any] = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Toy"] and "midlayer." not in config
     served = (tmp_path / "out" / "SERVE.md").read_text()
     assert f"toy serve {tmp_path / 'target'} --draft {tmp_path / 'out'} --tokens 3" in served
     assert "Toy (1.0)" in served and TOY.counters in served
 
-    assert main(["doctor", *given, f"draft={tmp_path / 'out'}", "decode=false"]) == 0
+    assert main(["doctor", *keys, f"draft={tmp_path / 'out'}", "decode=false"]) == 0
     capsys.readouterr()
-    assert main(["doctor", *given, f"draft={tmp_path / '1'}", "decode=false"]) == 1
+    assert main(["doctor", *keys, f"draft={tmp_path / '1'}", "decode=false"]) == 1
     printed = capsys.readouterr().out
     assert "Toy 1.0" in printed and "architectures LlamaForCausalLMEagle3" in printed
     assert (
-        main(["export", *given, f"draft={tmp_path / '2'}", f"output_dir={tmp_path / 'refused'}"])
+        main(["export", *keys, f"draft={tmp_path / '2'}", f"output_dir={tmp_path / 'refused'}"])
         == 2
     )
     assert refused_key(capsys.readouterr().err) == "engine"
 
 
-def test_its_server_is_measured_where_it_has_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evaluated() -> str:
+def test_a_new_engine_is_measured_only_if_it_has_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_engine_name() -> str:
         return load_recipe(EvalConfig, ["engine=toy"]).engine
 
     monkeypatch.setitem(ENGINES, "toy", TOY)
     with refused("engine", "'toy'"):
-        evaluated()
+        load_engine_name()
     monkeypatch.setitem(ENGINES, "toy", replace(TOY, client=ENGINES["vllm"].client))
-    assert evaluated() == "toy"
+    assert load_engine_name() == "toy"

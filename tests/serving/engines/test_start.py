@@ -1,5 +1,7 @@
-"""A server that is started here: no process of it is left, whichever side ends or is killed, and it
-says why it failed."""
+"""A server that specdistill starts: no process of it is left, whichever side ends or is killed.
+
+A server that fails shows the reason.
+"""
 
 import os
 import signal
@@ -19,7 +21,7 @@ from specdistill.serving.engines.server import Server
 from specdistill.serving.engines.start import start_server
 from specdistill.serving.engines.vllm import Version
 
-pytestmark = pytest.mark.timeout(120)  # for whoever is not ended
+pytestmark = pytest.mark.timeout(120)  # the limit for a process that does not end
 PROGRAM = Path(__file__).with_name("engine_program.py")
 SIDE = """
 import sys, time
@@ -38,45 +40,54 @@ def short_grace(monkeypatch):
 
 
 def start_engine(model, *options):
-    return start_server(command(model, *options), model / "log", key="eval.engine_command")
+    return start_server(build_command(model, *options), model / "log", key="eval.engine_command")
 
 
-def command(model, *options):
+def build_command(model, *options):
     return [sys.executable, str(PROGRAM), "vllm", str(model), *options]
 
 
-def processes(model):
-    """The engine, its child and the guard: all have the model among their words."""
-    found = []
+def list_processes(model):
+    """Return the engine, its child and the guard: all have the model among their arguments."""
+    running = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         if str(model) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
+            running.append(process)
+    return running
 
 
-def engine_of(model):
-    return next(process for process in processes(model) if process.cmdline()[1] == str(PROGRAM))
+def find_engine(model):
+    return next(
+        process for process in list_processes(model) if process.cmdline()[1] == str(PROGRAM)
+    )
 
 
 def wait_until_gone(model):
-    """Return when none is left; a test that waits for ever is ended by its time-out."""
-    while processes(model):
+    """Wait until no process is left; the time-out of the test ends a wait that takes for ever."""
+    while list_processes(model):
         time.sleep(0.02)
 
 
-def test_it_answers_and_is_gone_afterwards(tmp_path):
+def test_a_started_engine_answers_and_is_gone_afterwards(tmp_path):
     with start_engine(tmp_path) as address:
         assert Server(address, key="", timeout=5).json("/version", Version).version == "0.32.0"
-        assert len(processes(tmp_path)) == 3  # the guard, the engine and its child
+        assert len(list_processes(tmp_path)) == 3  # the guard, the engine and its child
     wait_until_gone(tmp_path)
 
 
-@pytest.mark.long  # a process more
+@pytest.mark.long  # starts one more process
 @pytest.mark.parametrize(("number", "grace"), [(signal.SIGKILL, 0.1), (signal.SIGINT, 8.0)])
-def test_a_signal_to_this_side_leaves_nothing(tmp_path, number, grace):
+def test_a_signal_to_specdistill_leaves_no_process(tmp_path, number, grace):
     """An interrupted command does not wait for an engine that takes its time to end."""
-    script = [sys.executable, "-c", SIDE, str(tmp_path / "log"), str(grace), *command(tmp_path)]
+    script = [
+        sys.executable,
+        "-c",
+        SIDE,
+        str(tmp_path / "log"),
+        str(grace),
+        *build_command(tmp_path),
+    ]
     with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as side:
         assert side.stdout.readline() == b"ready\n"
         side.send_signal(number)
@@ -85,11 +96,11 @@ def test_a_signal_to_this_side_leaves_nothing(tmp_path, number, grace):
     wait_until_gone(tmp_path)
 
 
-@pytest.mark.long  # three processes each
+@pytest.mark.long  # each case starts three processes
 @pytest.mark.parametrize("killed", ["engine", "guard"])
-def test_sigkill_of_the_other_side_leaves_nothing(tmp_path, killed):
+def test_sigkill_of_the_engine_or_its_guard_leaves_no_process(tmp_path, killed):
     with start_engine(tmp_path):
-        engine = engine_of(tmp_path)
+        engine = find_engine(tmp_path)
         if killed == "engine":
             engine.kill()
             wait_until_gone(tmp_path)
@@ -102,8 +113,9 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, caplog):
     log = tmp_path / "log"
 
     def die(address):
-        engine_of(tmp_path).kill()
-        while "ended with status" not in log.read_text():  # before its guard is ended, too
+        find_engine(tmp_path).kill()
+        # The guard must have written the line before it is ended, too.
+        while "ended with status" not in log.read_text():
             time.sleep(0.01)
         Server(address, key="", timeout=5).json("/version", Version)
 
