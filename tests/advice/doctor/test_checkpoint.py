@@ -1,4 +1,4 @@
-"""Drafts whose files tell what is wrong: each mistake is found, and named."""
+"""The doctor finds and names mistakes that the files of a draft show."""
 
 import json
 import shutil
@@ -31,8 +31,10 @@ NARROW = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target`; `eagle3`, whose vocabulary is pruned, `narrow`, with another width, `eagle` and
-    `mtp`: heads for it."""
+    """A folder with `target` and heads for it.
+
+    They are `eagle3` with a pruned vocabulary, `narrow` with another width, `eagle` and `mtp`.
+    """
     path = tmp_path_factory.mktemp("doctor")
     tiny_target_model(num_layers=8).save_pretrained(path / "target")
     tiny_tokenizer().save_pretrained(path / "target")
@@ -45,37 +47,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def examined(folder: Path, draft: Path, engine: str | None = None) -> Diagnosis:
+def examine_folder(folder: Path, draft: Path, engine: str | None = None) -> Diagnosis:
     return examine_draft(draft, TargetFiles(str(folder / "target")), engine)
 
 
-def whats(seen: Diagnosis, severity: str = "problem") -> list[str]:
-    return [finding.what for finding in seen.findings if finding.severity == severity]
+def list_findings(result: Diagnosis, severity: str = "problem") -> list[str]:
+    return [finding.what for finding in result.findings if finding.severity == severity]
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "narrow", "eagle", "mtp"])
 def test_a_good_draft_has_no_finding(draft: str, folder: Path) -> None:
-    assert examined(folder, folder / draft).findings == []
+    assert examine_folder(folder, folder / draft).findings == []
 
 
 Config, Tensors = dict[str, Any], dict[str, Tensor]
 
 
-def says(**keys: Any) -> Callable[[Config, Tensors], None]:
+def set_config_keys(**keys: Any) -> Callable[[Config, Tensors], None]:
     return lambda config, tensors: config.update(keys)
 
 
-def leaves_out(key: str) -> Callable[[Config, Tensors], None]:
+def remove_key(key: str) -> Callable[[Config, Tensors], None]:
     return lambda config, tensors: (tensors if key in tensors else config).pop(key)
 
 
-def puts(
+def replace_tensor(
     name: str, of: Callable[[Tensor], Tensor], like: str | None = None
 ) -> Callable[[Config, Tensors], None]:
     return lambda config, tensors: tensors.update({name: of(tensors[like or name]).contiguous()})
 
 
-def is_medusa(config: Config, tensors: Tensors) -> None:
+def make_medusa(config: Config, tensors: Tensors) -> None:
     weight = tensors["fc.weight"]
     tensors.clear()
     tensors["0.0.linear.weight"] = weight
@@ -84,45 +86,45 @@ def is_medusa(config: Config, tensors: Tensors) -> None:
 
 FC, NORM, Q = "fc.weight", "norm.weight", "midlayer.self_attn.q_proj.weight"
 MUTATIONS: dict[str, tuple[str, Callable[[Config, Tensors], None], str]] = {
-    "a tensor is missing": ("eagle3", leaves_out(FC), "without fc.weight"),
-    "a tensor by which EAGLE-1 is known is missing": ("eagle", leaves_out(FC), "without fc.weight"),
-    "a matrix is transposed": ("eagle3", puts(FC, torch.t), "(192, 64)"),
+    "a tensor is missing": ("eagle3", remove_key(FC), "without fc.weight"),
+    "a tensor by which EAGLE-1 is known is missing": ("eagle", remove_key(FC), "without fc.weight"),
+    "a matrix is transposed": ("eagle3", replace_tensor(FC, torch.t), "(192, 64)"),
     "NaN": (
         "eagle3",
-        puts(NORM, lambda tensor: tensor.index_fill(0, torch.tensor(3), float("nan"))),
+        replace_tensor(NORM, lambda tensor: tensor.index_fill(0, torch.tensor(3), float("nan"))),
         "NaN or infinity in norm.weight",
     ),
-    "integers": ("eagle3", puts(FC, lambda tensor: tensor.to(torch.int8)), "torch.int8"),
-    "zeros": ("eagle3", puts(Q, torch.zeros_like), f"{Q} is all zeros"),
+    "integers": ("eagle3", replace_tensor(FC, lambda tensor: tensor.to(torch.int8)), "torch.int8"),
+    "zeros": ("eagle3", replace_tensor(Q, torch.zeros_like), f"{Q} is all zeros"),
     "a norm of zeros": (
         "mtp",
-        puts("mtp.norm.weight", torch.zeros_like),
+        replace_tensor("mtp.norm.weight", torch.zeros_like),
         "mtp.norm.weight is all zeros",
     ),
     "no embedding of another width": (
         "narrow",
-        leaves_out("embed_tokens.weight"),
+        remove_key("embed_tokens.weight"),
         "without embed_tokens.weight",
     ),
     "d2t is shifted halfway": (
         "eagle3",
-        puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)),
+        replace_tensor("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)),
         "d2t and t2d",
     ),
-    "vocab_size": ("eagle3", says(vocab_size=32000), "vocab_size 32000"),
-    "two rotary bases": ("eagle3", says(rope_theta=500.0), "rope_theta 500.0"),
-    "no architectures": ("eagle3", leaves_out("architectures"), "architectures"),
+    "vocab_size": ("eagle3", set_config_keys(vocab_size=32000), "vocab_size 32000"),
+    "two rotary bases": ("eagle3", set_config_keys(rope_theta=500.0), "rope_theta 500.0"),
+    "no architectures": ("eagle3", remove_key("architectures"), "architectures"),
     "another MTP target": (
         "mtp",
         lambda config, tensors: config["text_config"].update(hidden_size=48),
         "hidden_size 48",
     ),
-    "not a draft": ("eagle3", is_medusa, "MedusaModel"),
+    "not a draft": ("eagle3", make_medusa, "MedusaModel"),
 }
 
 
-def changed(draft: Path, change: Callable[[Config, Tensors], Any], copy: Path) -> Path:
-    """A copy of a draft's folder with another config.json or other weights."""
+def copy_changed_draft(draft: Path, change: Callable[[Config, Tensors], Any], copy: Path) -> Path:
+    """Copy a draft's folder, change its config.json or weights, and return the copy."""
     shutil.copytree(draft, copy)
     config, tensors = (
         json.loads((copy / "config.json").read_text()),
@@ -138,48 +140,56 @@ def changed(draft: Path, change: Callable[[Config, Tensors], Any], copy: Path) -
 def test_a_mistake_is_named(
     draft: str, change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
 ) -> None:
-    seen = examined(folder, changed(folder / draft, change, tmp_path / "draft"))
-    assert any(what in problem for problem in whats(seen)), seen.findings
+    result = examine_folder(folder, copy_changed_draft(folder / draft, change, tmp_path / "draft"))
+    assert any(what in problem for problem in list_findings(result)), result.findings
 
 
 WARNINGS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
-    "a dtype that the weights do not have": (says(torch_dtype="float16"), "float16"),
+    "a dtype that the weights do not have": (set_config_keys(torch_dtype="float16"), "float16"),
     "a rotary base that is not the target's": (
-        says(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_theta=500.0),
+        set_config_keys(
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_theta=500.0
+        ),
         "(rope_theta) is 500",
     ),
     "shorter texts than the target's": (
-        says(max_position_embeddings=128),
+        set_config_keys(max_position_embeddings=128),
         "is 128 tokens, the target's 256",
     ),
-    "a weight that is too large": (puts(FC, lambda weight: weight * 1e4), "fc.weight"),
+    "a weight that is too large": (replace_tensor(FC, lambda weight: weight * 1e4), "fc.weight"),
 }
 
 
 @pytest.mark.parametrize(("change", "what"), WARNINGS.values(), ids=WARNINGS)
-def test_what_may_be_a_mistake_is_a_warning(
+def test_a_possible_mistake_is_a_warning(
     change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
 ) -> None:
-    seen = examined(folder, changed(folder / "eagle3", change, tmp_path / "draft"))
-    assert not whats(seen) and any(what in warning for warning in whats(seen, "warning")), (
-        seen.findings
+    result = examine_folder(
+        folder, copy_changed_draft(folder / "eagle3", change, tmp_path / "draft")
     )
+    assert not list_findings(result) and any(
+        what in warning for warning in list_findings(result, "warning")
+    ), result.findings
 
 
-def test_d2t_of_ids_looks_like_it(folder: Path, tmp_path: Path) -> None:
-    """Ids 5, 6, 7, 20, 22, … as offsets still ascend within the vocabulary: only their growth
-    tells."""
+def test_a_d2t_that_holds_ids_is_a_warning(folder: Path, tmp_path: Path) -> None:
+    """Ids 5, 6, 7, 20, 22, … read as offsets still ascend within the vocabulary.
 
-    def of_ids(config: Config, tensors: Tensors) -> None:
+    Only their growth shows the mistake.
+    """
+
+    def write_ids(config: Config, tensors: Tensors) -> None:
         tensors["d2t"] = tensors["d2t"] + torch.arange(25)
         del tensors["t2d"]
 
-    seen = examined(folder, changed(folder / "eagle3", of_ids, tmp_path / "draft"))
-    assert not whats(seen) and "25 draft tokens" in whats(seen, "warning")[0]
+    result = examine_folder(
+        folder, copy_changed_draft(folder / "eagle3", write_ids, tmp_path / "draft")
+    )
+    assert not list_findings(result) and "25 draft tokens" in list_findings(result, "warning")[0]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(
+def test_an_engine_loads_its_own_export_and_not_that_of_another(
     engine: str, folder: Path, tmp_path: Path
 ) -> None:
     target = FrozenTarget.load(str(folder / "target"))
@@ -187,8 +197,8 @@ def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(
     other = {"vllm": "sglang", "sglang": "vllm"}[engine]
     for layout in (engine, other):
         export(tmp_path / "ours", layout, tmp_path / layout, TargetFiles(target.name))
-    assert not examined(folder, tmp_path / engine, engine).findings
-    problems = whats(examined(folder, tmp_path / other, engine))
+    assert not examine_folder(folder, tmp_path / engine, engine).findings
+    problems = list_findings(examine_folder(folder, tmp_path / other, engine))
     assert problems and all("layers" in what for what in problems)
 
 
@@ -200,13 +210,21 @@ def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(
         ("eagle", "sglang", "fc.bias [64]"),
     ],
 )
-def test_what_an_engine_makes_of_ours(draft: str, engine: str, what: str, folder: Path) -> None:
-    assert any(what in problem for problem in whats(examined(folder, folder / draft, engine)))
+def test_a_draft_that_an_engine_does_not_load_is_a_problem(
+    draft: str, engine: str, what: str, folder: Path
+) -> None:
+    assert any(
+        what in problem for problem in list_findings(examine_folder(folder, folder / draft, engine))
+    )
 
 
-def test_a_missing_tensor_is_told_as_the_engine_sees_it(folder: Path, tmp_path: Path) -> None:
-    problems = whats(
-        examined(folder, changed(folder / "eagle3", leaves_out(NORM), tmp_path / "draft"), "vllm")
+def test_a_missing_tensor_is_also_reported_for_the_engine(folder: Path, tmp_path: Path) -> None:
+    problems = list_findings(
+        examine_folder(
+            folder,
+            copy_changed_draft(folder / "eagle3", remove_key(NORM), tmp_path / "draft"),
+            "vllm",
+        )
     )
     assert (
         len(problems) == 2
@@ -215,19 +233,19 @@ def test_a_missing_tensor_is_told_as_the_engine_sees_it(folder: Path, tmp_path: 
     )
 
 
-def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_of_another_vocabulary_is_a_problem(folder: Path, tmp_path: Path) -> None:
     tiny_target_model(num_layers=2, vocab_size=300).save_pretrained(tmp_path / "draft")
     tiny_tokenizer().save_pretrained(tmp_path / "draft")
-    problems = whats(examined(folder, tmp_path / "draft", "vllm"))
+    problems = list_findings(examine_folder(folder, tmp_path / "draft", "vllm"))
     assert len(problems) == 1 and "260" in problems[0] and "300" in problems[0]
 
 
-def test_the_verb_says_what_and_what_to_do(
+def test_doctor_prints_each_finding_and_what_to_do(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", f"draft={folder / 'eagle3'}"]) == 0
     assert "problem  " not in capsys.readouterr().out
-    wrong = changed(
+    wrong = copy_changed_draft(
         folder / "eagle3", lambda config, tensors: config.pop("architectures"), tmp_path / "draft"
     )
     edit(wrong / "config.json", lambda config: {**config, "torch_dtype": "float32"})
@@ -238,7 +256,8 @@ def test_the_verb_says_what_and_what_to_do(
         and lines[2].startswith("warning  ")
         and lines[4] == "1 problem, 1 warning"
     )
-    assert all(line.startswith(" " * 9) for line in (lines[1], lines[3]))  # what to do
+    # These lines say what to do.
+    assert all(line.startswith(" " * 9) for line in (lines[1], lines[3]))
 
 
 @pytest.mark.parametrize(
@@ -252,23 +271,25 @@ def test_the_verb_says_what_and_what_to_do(
         (["draft=DRAFT", "target=TARGET", "suite=nothing"], "suite"),
     ],
 )
-def test_mistakes_are_told_by_their_key(
+def test_mistakes_name_their_key(
     arguments: list[str], key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"DRAFT": str(folder / "eagle3"), "TARGET": str(folder / "target")}
-    spelt = [
+    keys = [
         f"{name}={places.get(value, value)}"
         for name, _, value in (argument.partition("=") for argument in arguments)
     ]
-    assert main(["doctor", *spelt]) == 2
+    assert main(["doctor", *keys]) == 2
     assert refused_key(capsys.readouterr().err) == key
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "target"])
-def test_a_section_of_the_config_that_is_none_is_one_line(
+def test_a_malformed_section_of_the_config_is_named(
     draft: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = changed(folder / draft, says(rope_parameters=3), tmp_path / "draft")
+    wrong = copy_changed_draft(
+        folder / draft, set_config_keys(rope_parameters=3), tmp_path / "draft"
+    )
     assert main(["doctor", f"draft={wrong}"]) in (1, 2)
     printed = capsys.readouterr()
     assert "with rope_parameters 3" in " ".join((printed.out + printed.err).split())
@@ -276,11 +297,11 @@ def test_a_section_of_the_config_that_is_none_is_one_line(
 
 @pytest.fixture
 def short_completions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode 4 tokens a prompt, where their number is of no matter."""
+    """The doctor decodes 4 tokens for each prompt, for tests where the number does not matter."""
     monkeypatch.setattr(diagnosis, "NUM_TOKENS", 4)
 
 
-def test_a_narrow_window_is_given_no_longer_chains(
+def test_a_narrow_window_limits_the_draft_tokens(
     folder: Path,
     tmp_path: Path,
     short_completions: None,
@@ -319,7 +340,7 @@ def test_a_short_context_is_a_problem_where_prompts_are_longer(
     assert "(max_position_embeddings) is 64 tokens, the target's 256" in printed
 
 
-def test_the_target_goes_where_it_is_told(
+def test_the_target_is_loaded_with_its_device_map(
     folder: Path,
     tmp_path: Path,
     short_completions: None,
@@ -343,7 +364,7 @@ def test_the_target_goes_where_it_is_told(
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma3_text", "qwen3_next", "qwen3_5_text"])
 def test_a_norm_that_adds_one_may_be_zero(kind: str) -> None:
-    """Judged by the models of transformers, whose norms of this kind begin so."""
+    """The models of transformers initialize norms of this kind with zeros."""
     model = tiny_model(kind)
     tensors = model.state_dict()
     zero_norms = [name for name, tensor in tensors.items() if "norm" in name and not tensor.any()]
@@ -352,7 +373,7 @@ def test_a_norm_that_adds_one_may_be_zero(kind: str) -> None:
 
 
 def test_a_norm_that_adds_nothing_must_not_be_zero() -> None:
-    """Qwen3-Next's has both kinds of norm."""
+    """Qwen3-Next has both kinds of norm."""
     model = tiny_model("qwen3_next")
     name = "model.layers.0.linear_attn.norm.weight"
     tensors = model.state_dict() | {name: torch.zeros_like(model.state_dict()[name])}
@@ -362,7 +383,7 @@ def test_a_norm_that_adds_nothing_must_not_be_zero() -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
 def test_a_fresh_layer_with_norms_that_add_one_is_sound(kind: str, tmp_path: Path) -> None:
-    """The norms around the layer are of the class of the target's own."""
+    """The norms around the layer have the class of the target's own norms."""
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     save_head("mtp", build_head("mtp", target), tmp_path)
     assert not load_file(tmp_path / "model.safetensors")["mtp.pre_fc_norm_hidden.weight"].any()

@@ -1,5 +1,7 @@
-"""Heads with one thing wrong that no file tells: decoding notices, and the repair that helps names
-the cause."""
+"""Each head has one fault that its files do not show.
+
+Decoding notices the fault, and the repair that helps names the cause.
+"""
 
 import json
 import shutil
@@ -41,10 +43,10 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target` and `prompts.jsonl`."""
+    """A folder with `target` and `prompts.jsonl`."""
     path = tmp_path_factory.mktemp("memorised")
     model = tiny_target_model()
-    # its completions have no end
+    # Completions must not end early.
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(path / "target")
     tiny_tokenizer().save_pretrained(path / "target")
@@ -54,15 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_of(folder: Path) -> Callable[[str], Path]:
-    """A method's run, which learned what the target generates for the prompt; trained when it is
-    first asked for."""
+    """A function from a method to its run, whose draft learned the completion of the prompt.
 
-    def learned(method: str) -> Path:
+    A run is trained when a test first asks for it.
+    """
+
+    def train_run(method: str) -> Path:
         target, shape = FrozenTarget.load(str(folder / "target")), {}
         if method == "eagle3":
             prompt = target.tokenizer(PROMPT)["input_ids"]
             written = Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids
-            # Side by side, as many of the tokens of any real vocabulary are.
+            # Neighbouring ids, since many tokens of a real draft vocabulary are neighbours.
             side_by_side = sorted(
                 {near for token in written for near in (token, token + 1) if 0 < near < 259}
             )
@@ -70,10 +74,10 @@ def run_of(folder: Path) -> Callable[[str], Path]:
         memorise(method, target, folder / method, num_steps=STEPS.get(method, 200), **shape)
         return folder / method
 
-    return cache(learned)
+    return cache(train_run)
 
 
-def tried(draft: Path, target: Path, **prompts: Any) -> Diagnosis:
+def run_doctor(draft: Path, target: Path, **prompts: Any) -> Diagnosis:
     return diagnose(
         validate_recipe(
             DoctorOptions, {"draft": str(draft), "target": {"model": str(target)}, "eval": prompts}
@@ -81,21 +85,24 @@ def tried(draft: Path, target: Path, **prompts: Any) -> Diagnosis:
     )
 
 
-def diagnosed(folder: Path, run: Path) -> Diagnosis:
-    return tried(
+def diagnose_run(folder: Path, run: Path) -> Diagnosis:
+    return run_doctor(
         run / "draft", folder / "target", suite=str(folder / "prompts.jsonl"), num_prompts=1
     )
 
 
 @pytest.fixture
 def fewer_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare a draft and its repairs on half of the parts, where the difference is large."""
+    """Diagnosis compares a draft and its repairs on half of the parts.
+
+    That is enough where the difference is large.
+    """
     monkeypatch.setattr(diagnosis, "NUM_PARTS", 4)
 
 
-def mutated(learned: Path, change: Change, run: Path) -> Path:
-    """A copy of a run whose draft has been changed."""
-    shutil.copytree(learned, run)
+def copy_mutated_run(source: Path, change: Change, run: Path) -> Path:
+    """Copy a run, change its draft, and return the copy."""
+    shutil.copytree(source, run)
     config_path, weights = run / "draft" / "config.json", run / "draft" / "model.safetensors"
     config, tensors = json.loads(config_path.read_text()), load_file(weights)
     change(config, tensors)
@@ -104,18 +111,18 @@ def mutated(learned: Path, change: Change, run: Path) -> Path:
     return run
 
 
-def says(**keys: Any) -> Change:
+def set_config_keys(**keys: Any) -> Change:
     return lambda config, tensors: config.update(keys)
 
 
-def swaps(one: str, other: str) -> Change:
+def swap_tensors(one: str, other: str) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors[one], tensors[other] = tensors[other], tensors[one]
 
     return change
 
 
-def swaps_halves(*names: str) -> Change:
+def swap_halves(*names: str) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name in names:
             first, second = tensors[name].chunk(2, dim=1)
@@ -124,7 +131,7 @@ def swaps_halves(*names: str) -> Change:
     return change
 
 
-def orders_fc(*order: int) -> Change:
+def reorder_fc(*order: int) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         blocks = tensors["fc.weight"].chunk(3, dim=1)
         tensors["fc.weight"] = torch.cat([blocks[index] for index in order], dim=1)
@@ -132,23 +139,25 @@ def orders_fc(*order: int) -> Change:
     return change
 
 
-def transposes(name: str) -> Change:
+def transpose_tensor(name: str) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name].T.contiguous()
 
     return change
 
 
-def shifts_d2t(by: int) -> Change:
+def shift_d2t(by: int) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors["d2t"] = tensors["d2t"] + by
-        del tensors["t2d"]  # else the files tell
+        del tensors["t2d"]  # with t2d, the files would show the shift
 
     return change
 
 
-def reads(*layers: int) -> Change:
-    return says(eagle_config={"use_aux_hidden_state": True, IDS: [layer - 1 for layer in layers]})
+def set_aux_layers(*layers: int) -> Change:
+    return set_config_keys(
+        eagle_config={"use_aux_hidden_state": True, IDS: [layer - 1 for layer in layers]}
+    )
 
 
 NORMS = {
@@ -159,7 +168,7 @@ SMALLER_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim":
 THETA = {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
 
-def says_of_blocks(**keys: Any) -> Change:
+def set_block_keys(**keys: Any) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config |= keys
         config["dflash_config"] |= keys
@@ -167,46 +176,50 @@ def says_of_blocks(**keys: Any) -> Change:
     return change
 
 
-LONG = [  # a grid, and drafts of three more methods
-    ("eagle3", says(norm_output=True), "norm_output is True"),
-    ("eagle3", says(norm_before_residual=True), "norm_before_residual is True"),
-    ("eagle3", reads(0, 1, 2), "after layers [0, 1, 2], but was trained on [1, 2, 3]"),
-    ("eagle3", reads(2, 3, 4), "after layers [2, 3, 4], but was trained on [1, 2, 3]"),
+LONG = [  # many cases, and drafts of three more methods
+    ("eagle3", set_config_keys(norm_output=True), "norm_output is True"),
+    ("eagle3", set_config_keys(norm_before_residual=True), "norm_before_residual is True"),
+    ("eagle3", set_aux_layers(0, 1, 2), "after layers [0, 1, 2], but was trained on [1, 2, 3]"),
+    ("eagle3", set_aux_layers(2, 3, 4), "after layers [2, 3, 4], but was trained on [1, 2, 3]"),
     (
         "eagle3",
-        swaps(NORMS["hidden_norm"], NORMS["input_layernorm"]),
+        swap_tensors(NORMS["hidden_norm"], NORMS["input_layernorm"]),
         "input_layernorm and hidden_norm",
     ),
     (
         "eagle3",
-        swaps(NORMS["hidden_norm"], NORMS["post_attention_layernorm"]),
+        swap_tensors(NORMS["hidden_norm"], NORMS["post_attention_layernorm"]),
         "hidden_norm and post_attention_layernorm",
     ),
-    ("eagle3", orders_fc(2, 1, 0), "[3, 2, 1]"),
+    ("eagle3", reorder_fc(2, 1, 0), "[3, 2, 1]"),
     (
         "eagle3",
-        swaps_halves(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")),
+        swap_halves(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")),
         "halves",
     ),
     (
         "eagle3",
-        swaps("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
+        swap_tensors("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
         "layers.0.mlp.gate_proj and up_proj",
     ),
     (
         "eagle3",
-        transposes("midlayer.self_attn.o_proj.weight"),
+        transpose_tensor("midlayer.self_attn.o_proj.weight"),
         "layers.0.self_attn.o_proj.weight is transposed",
     ),
-    ("eagle3", says(**SMALLER_HEADS), "num_attention_heads 4"),
-    ("eagle3", says(**THETA), "(rope_theta) is 500"),
-    ("eagle3", shifts_d2t(-1), "d2t is too small"),
-    ("eagle", swaps_halves("fc.weight"), "halves"),
-    ("mtp", swaps_halves("mtp.fc.weight"), "halves"),
-    ("dspark", says_of_blocks(target_layer_ids=[2]), "after layers [3], but was trained on"),
-    ("dspark", says_of_blocks(is_causal=True, causal=True), "is_causal is True"),
-    ("dspark", says_of_blocks(sample_from_anchor=False), "sample_from_anchor is False"),
-    ("mtp", swaps("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"), "norms"),
+    ("eagle3", set_config_keys(**SMALLER_HEADS), "num_attention_heads 4"),
+    ("eagle3", set_config_keys(**THETA), "(rope_theta) is 500"),
+    ("eagle3", shift_d2t(-1), "d2t is too small"),
+    ("eagle", swap_halves("fc.weight"), "halves"),
+    ("mtp", swap_halves("mtp.fc.weight"), "halves"),
+    ("dspark", set_block_keys(target_layer_ids=[2]), "after layers [3], but was trained on"),
+    ("dspark", set_block_keys(is_causal=True, causal=True), "is_causal is True"),
+    ("dspark", set_block_keys(sample_from_anchor=False), "sample_from_anchor is False"),
+    (
+        "mtp",
+        swap_tensors("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
+        "norms",
+    ),
 ]
 
 
@@ -214,7 +227,7 @@ LONG = [  # a grid, and drafts of three more methods
 @pytest.mark.parametrize(
     ("method", "change", "cause"),
     [
-        ("eagle3", shifts_d2t(1), "d2t is too large"),
+        ("eagle3", shift_d2t(1), "d2t is too large"),
         *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     ],
 )
@@ -226,9 +239,9 @@ def test_the_cause_of_low_acceptance_is_named(
     run_of: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    made = diagnosed(folder, mutated(run_of(method), change, tmp_path / "run"))
-    *_, why = (finding.what for finding in made.findings if finding.severity == "problem")
-    assert not made.is_sound and cause in why, made.findings
+    result = diagnose_run(folder, copy_mutated_run(run_of(method), change, tmp_path / "run"))
+    *_, why = (finding.what for finding in result.findings if finding.severity == "problem")
+    assert not result.is_sound and cause in why, result.findings
 
 
 @pytest.mark.parametrize(
@@ -241,32 +254,34 @@ def test_the_cause_of_low_acceptance_is_named(
 def test_a_good_draft_has_no_problem(
     method: str, folder: Path, run_of: Callable[[str], Path]
 ) -> None:
-    made = diagnosed(folder, run_of(method))
-    assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.25, (
-        made.findings
+    result = diagnose_run(folder, run_of(method))
+    assert result.is_sound and result.acceptance is not None and result.acceptance.length > 4.25, (
+        result.findings
     )
-    assert made.recorded == SimulatedAcceptance(4, LENGTH)
+    assert result.recorded == SimulatedAcceptance(4, LENGTH)
 
 
-@pytest.mark.long  # two diagnoses, of three seconds
-def test_a_draft_without_a_history_is_still_tried(
+@pytest.mark.long  # two diagnoses of three seconds each
+def test_a_draft_without_a_history_is_still_diagnosed(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    run = mutated(run_of("eagle3"), reads(0, 1, 2), tmp_path / "run")
+    run = copy_mutated_run(run_of("eagle3"), set_aux_layers(0, 1, 2), tmp_path / "run")
     shutil.rmtree(run / "run")
-    assert "but was trained on [1, 2, 3]" in diagnosed(folder, run).findings[0].what
+    assert "but was trained on [1, 2, 3]" in diagnose_run(folder, run).findings[0].what
     shutil.copytree(run_of("eagle3") / "draft", tmp_path / "good" / "draft")
-    assert [finding.severity for finding in diagnosed(folder, tmp_path / "good").findings] == [
+    assert [finding.severity for finding in diagnose_run(folder, tmp_path / "good").findings] == [
         "warning"
     ]
 
 
-def in_a_run(
-    learned: Path, run: Path, *, suite: str | None, rows: str | None = None, **data: Any
+def copy_run_with_recipe(
+    source: Path, run: Path, *, suite: str | None, rows: str | None = None, **data: Any
 ) -> Path:
-    """A copy of a run with a recipe, and with the draft as an export next to it, whose folder is
-    returned. rows: their fingerprint."""
-    shutil.copytree(learned, run)
+    """Copy a run, add a recipe and an export of its draft, and return the folder of the export.
+
+    rows: The fingerprint of the rows that it was trained on.
+    """
+    shutil.copytree(source, run)
     recipe = {"method": "eagle3", "target": {"model": "pico"}, "train": {"output_dir": str(run)}}
     recipe, record = {**recipe, "eval": {"suite": suite}, "data": data}, {"data_fingerprint": rows}
     for name, content in {"recipe.yaml": recipe, "provenance.json": record}.items():
@@ -277,15 +292,14 @@ def in_a_run(
 @pytest.mark.usefixtures("fewer_parts")
 @pytest.mark.parametrize(
     ("stated", "is_questioned"),
-    # a diagnosis each
+    # Each case takes a diagnosis.
     [(True, False), pytest.param(False, True, marks=pytest.mark.long)],
 )
-def test_what_the_recipe_of_the_run_records_is_not_questioned(
+def test_a_setting_that_the_recipe_records_is_not_questioned(
     stated: bool, is_questioned: bool, folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The draft decodes as its recipe says it was trained, however much better another setting
-    looks."""
-    run = mutated(run_of("eagle3"), says(norm_output=True), tmp_path / "run")
+    """The recipe says how the draft was trained, so a setting that looks better is no cause."""
+    run = copy_mutated_run(run_of("eagle3"), set_config_keys(norm_output=True), tmp_path / "run")
     recipe = {
         "method": "eagle3",
         "target": {"model": "pico"},
@@ -295,24 +309,28 @@ def test_what_the_recipe_of_the_run_records_is_not_questioned(
     }
     (run / "run" / "recipe.yaml").write_text(json.dumps(recipe))
     (run / "run" / "provenance.json").write_text('{"data_fingerprint": null}')
-    said = "".join(finding.what for finding in diagnosed(folder, run).findings)
-    assert ("norm_output is True" in said) == is_questioned, said
+    findings = "".join(finding.what for finding in diagnose_run(folder, run).findings)
+    assert ("norm_output is True" in findings) == is_questioned, findings
 
 
-@pytest.mark.long  # three diagnoses, of four seconds
-def test_a_draft_of_a_run_is_tried_on_what_it_is_for(
+@pytest.mark.long  # three diagnoses of four seconds each
+def test_a_draft_is_diagnosed_on_the_prompts_of_its_run(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """An export, too: on the suite of the run's recipe, else on rows that its training held out,
-    else on plain ones, which it says."""
+    """An export, too, is diagnosed on the suite of its run's recipe, else on held-out rows.
+
+    Without both, it is diagnosed on a suite of Python, and a warning says so.
+    """
     target, learned = folder / "target", run_of("eagle3")
-    exported = in_a_run(learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl"))
-    made = tried(exported, target, num_prompts=2)
-    assert (
-        made.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}"
-        and made.is_sound
+    exported = copy_run_with_recipe(
+        learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl")
     )
-    assert made.recorded == SimulatedAcceptance(4, LENGTH)
+    result = run_doctor(exported, target, num_prompts=2)
+    assert (
+        result.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}"
+        and result.is_sound
+    )
+    assert result.recorded == SimulatedAcceptance(4, LENGTH)
 
     config = config_for(
         tmp_path,
@@ -320,57 +338,59 @@ def test_a_draft_of_a_run_is_tried_on_what_it_is_for(
         max_length=64,
     )
     rows, _ = opened(config, RowTarget.from_target(FrozenTarget.load(str(target))))
-    exported = in_a_run(
+    exported = copy_run_with_recipe(
         learned, tmp_path / "rows", suite=None, rows=rows._fingerprint, cache_dir=config.cache_dir
     )
-    made = tried(exported, target, num_prompts=2)
-    assert made.prompts is not None and made.prompts.startswith(
+    result = run_doctor(exported, target, num_prompts=2)
+    assert result.prompts is not None and result.prompts.startswith(
         f"2 of the held-out rows of {tmp_path / 'rows'}, the first: '{PROMPT}"
     )
-    assert made.recorded == SimulatedAcceptance(4, LENGTH)
+    assert result.recorded == SimulatedAcceptance(4, LENGTH)
 
     shutil.rmtree(config.cache_dir)
-    made = tried(exported, target, num_prompts=2)
+    result = run_doctor(exported, target, num_prompts=2)
     assert (
-        made.prompts is not None
-        and made.prompts.startswith("2 of suite pico-short, the first: ")
-        and made.recorded is None
+        result.prompts is not None
+        and result.prompts.startswith("2 of suite pico-short, the first: ")
+        and result.recorded is None
     )
     assert "lines of Python" in "".join(
-        finding.what for finding in made.findings if finding.severity == "warning"
+        finding.what for finding in result.findings if finding.severity == "warning"
     )
 
 
-@pytest.mark.long  # tries every repair, for three seconds
-def test_what_no_repair_helps_is_given_likely_causes(
+@pytest.mark.long  # tries every repair, which takes three seconds
+def test_a_draft_that_no_repair_helps_gets_likely_causes(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    def noise(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def replace_with_noise(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and tensor.dim() == 2:
-                # Small, so that every distribution is near the uniform one whatever is changed:
-                # large ones differ by luck.
+                # Small weights keep every distribution near the uniform one, whatever a repair
+                # changes; with large weights some repair would help by chance.
                 tensors[name] = 0.02 * torch.randn(
                     tensor.shape, generator=torch.Generator().manual_seed(1)
                 )
 
-    made = diagnosed(folder, mutated(run_of("eagle3"), noise, tmp_path / "run"))
-    assert [finding.severity for finding in made.findings] == ["problem", "note"], made.findings
-    assert "another target" in made.findings[1].what
+    result = diagnose_run(
+        folder, copy_mutated_run(run_of("eagle3"), replace_with_noise, tmp_path / "run")
+    )
+    assert [finding.severity for finding in result.findings] == ["problem", "note"], result.findings
+    assert "another target" in result.findings[1].what
 
 
-def test_a_small_draft(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_that_copies_its_target_is_sound(folder: Path, tmp_path: Path) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     save_draft_model(
         create_draft_model(target, init="layers", num_layers=4),
         target.tokenizer,
         tmp_path / "run" / "draft",
     )
-    made = diagnosed(folder, tmp_path / "run")
-    assert made.acceptance is not None and made.acceptance.length == 5 and made.is_sound
+    result = diagnose_run(folder, tmp_path / "run")
+    assert result.acceptance is not None and result.acceptance.length == 5 and result.is_sound
 
 
-def test_a_fit_is_of_the_completion_alone() -> None:
+def test_a_fit_uses_the_completion_alone() -> None:
     class Objective:
         def eval(self) -> "Objective":
             return self
@@ -395,7 +415,7 @@ def test_a_fit_is_of_the_completion_alone() -> None:
     assert fit == (2.5, 2.0)
 
 
-def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
+def test_the_recorded_length_is_that_of_the_best_evaluation(tmp_path: Path) -> None:
     assert read_recorded_length(tmp_path / "draft") is None
     log = [{"step": 1, "loss": 2.0}]
     log += [
@@ -414,8 +434,8 @@ def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     assert read_recorded_length(tmp_path / "draft") == SimulatedAcceptance(1, 3.5)
 
 
-@pytest.mark.long  # two diagnoses, of three seconds
-def test_the_verb(
+@pytest.mark.long  # two diagnoses of three seconds each
+def test_doctor_prints_facts_and_counts_problems(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = [f"target={folder / 'target'}", f"suite={folder / 'prompts.jsonl'}", "engine=sglang"]
@@ -433,13 +453,13 @@ def test_the_verb(
         )
     )
     assert f"prompts: 1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" in output
-    wrong = mutated(run_of("eagle3"), says(norm_output=True), tmp_path / "run")
+    wrong = copy_mutated_run(run_of("eagle3"), set_config_keys(norm_output=True), tmp_path / "run")
     assert main(["doctor", f"draft={wrong / 'draft'}", *common]) == 1
     assert "2 problems" in capsys.readouterr().out
 
 
-@pytest.mark.long  # three diagnoses, of four seconds
-def test_a_lookup_in_front(
+@pytest.mark.long  # three diagnoses of four seconds each
+def test_doctor_measures_a_lookup_in_front_of_the_draft(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = [
@@ -450,8 +470,8 @@ def test_a_lookup_in_front(
     lookup = "eval.lookup_first={min: 2, max: 2, draft_tokens: 1}"
     main(["doctor", *common, lookup, "engine=vllm"])
     printed = capsys.readouterr().out
-    # One token, always accepted: 95 tokens after the prefill's in 48 rounds, without a lookup in
-    # 20.
+    # The lookup drafts one token, which is always accepted: 95 tokens after the prefill take 48
+    # rounds, and 20 without a lookup.
     behind = "with the lookup in front: acceptance length 1.98 (up to"
     assert (
         "acceptance length 4.75 with 4" in printed

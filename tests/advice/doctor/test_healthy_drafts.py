@@ -1,5 +1,4 @@
-"""Drafts as training leaves them, of every method and of short and longer trainings, have no
-problem."""
+"""Drafts of every method, after short and longer trainings, have no problem."""
 
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ from tests.scripts import specdistill
 NUM_STORIES = 300
 LONG = pytest.mark.long  # trains a draft of a real target
 MASK = ("draft.mask_token_id=0",)  # <unk>, which no story holds
-# recipe, steps, further keys
+# The recipe, the number of steps, and further keys.
 TRAININGS = [
     pytest.param("small/eagle3", 4, (), marks=LONG),
     pytest.param("small/eagle3", 40, ("draft.norm_output=false",), marks=LONG),
@@ -29,7 +28,7 @@ TRAININGS = [
 
 
 @pytest.mark.parametrize(("recipe", "num_steps", "keys"), TRAININGS)
-def test_a_draft_as_it_was_trained_has_no_problem(
+def test_a_freshly_trained_draft_has_no_problem(
     recipe: str, num_steps: int, keys: tuple[str, ...], shared_data: Path, tmp_path: Path
 ) -> None:
     stories = (

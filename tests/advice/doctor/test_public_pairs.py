@@ -1,4 +1,4 @@
-"""The doctor on public drafts and on wrong ones, by files alone (see tests/public_pairs.py)."""
+"""The doctor examines the files of public and wrong drafts (see tests/public_pairs.py)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +10,14 @@ from specdistill.cli.main import main
 from tests.public_pairs import PAIRS, WRONG_PAIRS, one_a_method
 
 
-def examined(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_doctor(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     target, draft = pair.write(folder)
     code = main(["doctor", f"draft={draft}", f"target={target}", "decode=false"])
     output = capsys.readouterr()
     return code, output.out + output.err
 
 
-# The weights of four are gigabytes, which it reads, and of one 23 GB: minutes.
+# The doctor reads the weights: gigabytes of four pairs, and 23 GB of deepseek-mtp, take minutes.
 @pytest.mark.parametrize(
     "name",
     one_a_method(
@@ -26,9 +26,9 @@ def examined(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tup
     ),
 )
 def test_a_public_draft_is_sound(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, said = examined(PAIRS[name], tmp_path / name, capsys)
-    assert code == 0, said
-    assert f"method {PAIRS[name].method}" in said and "problem  " not in said
+    code, printed = run_doctor(PAIRS[name], tmp_path / name, capsys)
+    assert code == 0, printed
+    assert f"method {PAIRS[name].method}" in printed and "problem  " not in printed
 
 
 SAID = {
@@ -46,7 +46,7 @@ SAID = {
     "lying-config": "layers.0.mlp.gate_proj.weight of shape (14336, 4096)",
     "lying-vocabulary": "lm_head.weight of shape (32000, 4096)",
     "zeros": "midlayer.mlp.gate_proj.weight",
-    "pickled": "t2d",  # it reads plain pickles
+    "pickled": "t2d",  # the doctor reads plain pickles
     "no-weights": "no weights",
     "encoder-decoder": "target: got ",
     "no-mtp": "no layer",
@@ -61,15 +61,15 @@ NAMED = {
 }
 
 
-@pytest.mark.long  # a grid
+@pytest.mark.long  # many cases
 @pytest.mark.parametrize("name", SAID)
-def test_a_wrong_draft_is_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, said = examined(WRONG_PAIRS[name], tmp_path / name, capsys)
-    assert code == (2 if name == "encoder-decoder" else 1), said
-    assert SAID[name] in said
+def test_a_wrong_draft_is_reported(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, printed = run_doctor(WRONG_PAIRS[name], tmp_path / name, capsys)
+    assert code == (2 if name == "encoder-decoder" else 1), printed
+    assert SAID[name] in printed
 
 
-@pytest.mark.long  # reads the target's tensors for four seconds
+@pytest.mark.long  # reading the target's tensors takes four seconds
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -77,19 +77,21 @@ def test_a_wrong_draft_is_told(name: str, tmp_path: Path, capsys: pytest.Capture
         ({"mtp.fc.weight": ("BF16", (4096, 4096))}, "(4096, 8192)"),
     ],
 )
-def test_a_target_s_own_layer_is_whole(
+def test_an_incomplete_native_layer_is_reported(
     changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     pair = PAIRS["qwen3.5-mtp"]
     tensors = {name: tensor for name, tensor in (pair.target.tensors | changed).items() if tensor}
-    code, shown = examined(
+    code, printed = run_doctor(
         replace(pair, target=replace(pair.target, tensors=tensors)), tmp_path / "pair", capsys
     )
-    assert code == 1 and said in shown
+    assert code == 1 and said in printed
 
 
-def test_every_wrong_pair_is_told_by_one_or_the_other():
-    """A draft that is called by another method's name is examined as what it is: its row among the
-    public pairs."""
+def test_every_wrong_pair_has_an_expected_finding_or_method():
+    """A draft that has another method's name is examined as the method that it is.
+
+    The public pairs have a draft of each such method.
+    """
     assert SAID.keys() | NAMED.keys() == WRONG_PAIRS.keys()
     assert {pair.method for name, pair in PAIRS.items()} >= set(NAMED.values())

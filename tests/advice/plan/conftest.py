@@ -1,4 +1,4 @@
-"""What tests of `specdistill plan` share."""
+"""Fixtures of the tests of `specdistill plan`."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The ledger of a step, against a step counted by hand and against torch's own counters."""
+"""The ledger of a step agrees with a step counted by hand and with torch's own counters."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from specdistill.advice.plan.accounting import Device, Ledger
 
 
-def test_a_linear_layer_and_gelu_by_hand():
+def test_the_ledger_of_a_linear_layer_and_gelu_is_that_counted_by_hand():
     with FakeTensorMode():
         linear, x = nn.Linear(4, 16, bias=False), torch.empty(8, 4)
         linear.weight.grad = torch.empty_like(linear.weight)
@@ -33,7 +33,7 @@ def test_a_linear_layer_and_gelu_by_hand():
     assert ledger.live == 0
 
 
-def test_views_lookups_and_overwritten_tensors_move_what_they_say():
+def test_views_lookups_and_copies_count_only_the_bytes_that_they_move():
     with FakeTensorMode():
         table, ids, x = torch.empty(1000, 8), torch.empty(4, dtype=torch.long), torch.empty(4, 8)
         with Ledger() as ledger:
@@ -54,7 +54,7 @@ def test_a_shape_that_depends_on_values_is_an_error():
             x[mask]
 
 
-def test_counts_as_torch_counts():
+def test_the_ledger_counts_as_torch_counts():
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(x).float().log_softmax(-1).sum()
@@ -75,7 +75,7 @@ def test_counts_as_torch_counts():
             step()
     assert ledger.flops == flops.get_total_flops()
     (held,) = tracker.get_tracker_snapshot("peak").values()
-    # with their gradients
+    # Parameters stand with their gradients, which the ledger does not count.
     standing = sum(2 * parameter.numel() * parameter.itemsize for parameter in net.parameters())
     assert ledger.peak == held["Total"] - standing
 

@@ -1,4 +1,4 @@
-"""The commands that a plan prints: its target can be given them, and they run."""
+"""The commands that a plan prints fit its target, and they run."""
 
 import io
 import json
@@ -33,7 +33,7 @@ from tests.tiny import qwen, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_shipped_recipe")
 
-OF_EVAL = {
+EVAL_KEYS = {
     "target": "target.model",
     "draft": "eval.draft",
     "suite": "eval.suite",
@@ -58,7 +58,9 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(folder: Path, config: dict[str, Any], *, draft: dict[str, Any] | None = None) -> Plan:
+def make_plan_from_configs(
+    folder: Path, config: dict[str, Any], *, draft: dict[str, Any] | None = None
+) -> Plan:
     for name, content in {"target": config, "draft": draft}.items():
         if content:
             (folder / name).mkdir()
@@ -69,26 +71,28 @@ def plan_of(folder: Path, config: dict[str, Any], *, draft: dict[str, Any] | Non
     )
 
 
-def command(plan: Plan, method: str) -> list[str]:
-    """The arguments of the command that a plan would print if nothing but this method, and n-gram
-    lookup, promised anything."""
-    only = [
+def build_command(plan: Plan, method: str) -> list[str]:
+    """Return the arguments of the command that a plan prints if it recommends this method.
+
+    Only this method and n-gram lookup have an estimate.
+    """
+    rows = [
         replace(row, low=None, high=None) if row.method not in (method, "ngram") else row
         for row in plan.methods
     ]
-    only = [
+    rows = [
         replace(row, high=replace(row.high, speedup=9.0)) if row.method == method else row
-        for row in only
+        for row in rows
     ]
-    start = recommend_method(only, plan.target, plan.alone)["start"]
-    # a target that is spread has a server's command first
+    start = recommend_method(rows, plan.target, plan.alone)["start"]
+    # A target that is spread over devices has the command of a server first.
     program, *arguments = shlex.split(str(start).splitlines()[-1])
     assert program == "specdistill"
     return arguments
 
 
-def printed(plan: Plan) -> list[list[str]]:
-    """The commands on a screen of 100 columns, as a shell reads them."""
+def list_printed_commands(plan: Plan) -> list[list[str]]:
+    """Return the commands on a screen of 100 columns, split as a shell splits them."""
     output = io.StringIO()
     with redirect_stdout(output), mock.patch.dict(os.environ, {"COLUMNS": "100"}):
         print_plan(plan, [], None, details=False)
@@ -97,9 +101,11 @@ def printed(plan: Plan) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelConfigInfo]:
-    """A target of 8B or 70B parameters, of which there are config.json and tokenizer; its layers
-    are tried once, for the first test that asks for it."""
+def large_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelConfigInfo]:
+    """A function that returns a target of 8B or 70B parameters, with config.json and tokenizer.
+
+    Its layers are tried once, for the first test that asks for it.
+    """
     configs = {"8B": LLAMA_8B.config, "70B": LLAMA_70B}
 
     def read_target(name: str) -> ModelConfigInfo:
@@ -113,26 +119,26 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelConf
     return cache(read_target)
 
 
-def launched(options: LaunchOptions) -> dict[str, Any]:
-    """What accelerate is told, after the launch's own checks."""
-    given = {
+def check_launch(options: LaunchOptions) -> dict[str, Any]:
+    """Check a launch and return the arguments of accelerate."""
+    arguments = {
         name: value
         for name, value in options.model_dump().items()
         if value is not None and name != "launch"
     }
-    return _check_launch_options(find_yaml(str(options.launch), LAUNCHES, "launch"), given)
+    return _check_launch_options(find_yaml(str(options.launch), LAUNCHES, "launch"), arguments)
 
 
 @pytest.mark.long  # 32 or 80 layers are tried, and then four commands
 @pytest.mark.parametrize("name", ["8B", "70B", "70B with a draft"])
-def test_commands_for_a_target_are_taken_up_to_its_weights(
+def test_printed_commands_are_accepted_until_weights_are_missing(
     name: str,
-    large: Callable[[str], ModelConfigInfo],
+    large_target: Callable[[str], ModelConfigInfo],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By what they start: all that is missing in the end are the target's weights."""
+    """Each command is started, and fails only because the target has no weights."""
     size, _, has_draft = name.partition(" with ")
     config = LLAMA_EAGLE3.config | {
         key: LLAMA_70B[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -140,8 +146,8 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    target = large(size)
-    commands = printed(
+    target = large_target(size)
+    commands = list_printed_commands(
         make_plan(target, read_model_config(str(tmp_path), key="draft") if has_draft else None)
     )
     recipes: list[Any] = []
@@ -165,7 +171,7 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
                 LaunchOptions, [word for word in arguments if "=" in word]
             )
             recipes.append(load_recipe(Recipe, ["train.output_dir=runs", *keys]))
-            assert options.launch is None or launched(options)["num_processes"] == 8
+            assert options.launch is None or check_launch(options)["num_processes"] == 8
             arguments = [
                 word
                 for word in arguments
@@ -188,23 +194,25 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
         "8B": ["none"],
         "70B": ["none", "layers"],
     }.get(name, [])
-    # training finds the rows that were made
+    # Training finds the rows that `data make` wrote.
     assert len({str(recipe.data) for recipe in recipes}) <= 1
     assert ("target.device_map=auto" in commands[-1]) == (size == "70B")
 
 
 @pytest.mark.long  # 32 layers are tried
-def test_what_no_machine_holds_is_trained_in_smaller_batches(
-    large: Callable[[str], ModelConfigInfo],
+def test_a_batch_that_no_machine_holds_has_no_command(
+    large_target: Callable[[str], ModelConfigInfo],
 ) -> None:
     small = ServingOptions(memory_gb=24.0)
-    advice = make_plan(large("8B"), serving=small, batch_size=64).recommendation
+    advice = make_plan(large_target("8B"), serving=small, batch_size=64).recommendation
     assert advice[
         "start"
     ] is None and "64 rows of 2,048 tokens does not fit into the memory of 8 devices" in str(
         advice["reason"]
     )
-    server, make, train, _ = printed(make_plan(large("8B"), serving=small, batch_size=1))
+    server, make, train, _ = list_printed_commands(
+        make_plan(large_target("8B"), serving=small, batch_size=1)
+    )
     assert (
         "train.per_device_train_batch_size=1" in train
         and server[:2] == ["vllm", "serve"]
@@ -235,15 +243,15 @@ def test_a_recipe_of_the_target_s_own_has_the_row_and_the_commands_of_its_header
         record["of"]["shard"] == "layers",
         8,
     )
-    server, make, train, lookup = printed(plan)
+    server, make, train, lookup = list_printed_commands(plan)
     header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert (
         f"#   {shlex.join(server)}" in header
         and f"#   {shlex.join(make)}" in header
         and "suite=mt-bench" in lookup
     )
-    launched = [f"launch={record['of']['launch']}", "num_processes=8"]
-    assert train == ["specdistill", "train", f"recipe={name}", *launched]
+    launch_keys = [f"launch={record['of']['launch']}", "num_processes=8"]
+    assert train == ["specdistill", "train", f"recipe={name}", *launch_keys]
 
 
 @pytest.mark.parametrize(
@@ -253,9 +261,9 @@ def test_a_recipe_of_the_target_s_own_has_the_row_and_the_commands_of_its_header
         for name in TARGETS
     ],
 )
-def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, tmp_path: Path):
-    plan = plan_of(tmp_path, TARGETS[name])
-    verb, *arguments = command(plan, "eagle3")
+def test_the_command_for_a_head_fits_its_target(name: str, tmp_path: Path):
+    plan = make_plan_from_configs(tmp_path, TARGETS[name])
+    verb, *arguments = build_command(plan, "eagle3")
     launching, keys = load_own_keys(LaunchOptions, arguments)
     recipe: Any = load_recipe(Recipe, keys)
     (row,) = (row for row in plan.methods if row.method == "eagle3")
@@ -263,7 +271,7 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
     assert verb == "train" and f"data.source={DATA}" in keys
     assert recipe.data.max_length <= longest
     assert recipe.data.packing == (name != "recurrent")
-    # The recipes of small targets are for those, and in float32
+    # The recipes of small targets are in float32.
     assert recipe.target.dtype == ("float32" if name == "tiny" else "bfloat16")
     if name != "tiny":
         assert recipe.data.regenerate.num_tokens == row.training_tokens
@@ -277,29 +285,29 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
 
 
 @pytest.mark.long  # 32 layers are tried
-def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path):
-    verb, *arguments = command(
-        plan_of(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3"
+def test_eval_accepts_the_command_that_measures_a_draft(tmp_path: Path):
+    verb, *arguments = build_command(
+        make_plan_from_configs(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3"
     )
-    given = select_recipe_keys(
-        [argument for argument in arguments if not argument.startswith("suite=")], OF_EVAL
+    keys = select_recipe_keys(
+        [argument for argument in arguments if not argument.startswith("suite=")], EVAL_KEYS
     )
-    recipe: Any = load_recipe(Recipe, [*given, "eval.suite=pico-short", "train.output_dir=runs"])
+    recipe: Any = load_recipe(Recipe, [*keys, "eval.suite=pico-short", "train.output_dir=runs"])
     assert verb == "eval" and f"suite={PROMPTS}" in arguments
     assert (recipe.method, recipe.target.dtype, recipe.eval.draft) == (
         "eagle3",
         "bfloat16",
         str(tmp_path / "draft"),
     )
-    assert recipe.eval.num_speculative_tokens == 4  # 3 to 6 are the best
+    assert recipe.eval.num_speculative_tokens == 4  # the plan has 3 to 6 as the best
 
 
 def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(tmp_path: Path):
-    plan = plan_of(tmp_path, TARGETS["tiny"])
+    plan = make_plan_from_configs(tmp_path, TARGETS["tiny"])
     (lookup,) = [row for row in plan.methods if row.method == "ngram"]
     assert lookup.low is not None and lookup.high is not None
 
-    def recommended(at_worst: float) -> str | None:
+    def recommend(at_worst: float) -> str | None:
         best = replace(lookup.high, speedup=1.1 * lookup.high.speedup)
         draft = {"low": replace(lookup.low, speedup=at_worst * lookup.low.speedup), "high": best}
         rows = [
@@ -310,25 +318,27 @@ def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(
             [lookup if row.method == "ngram" else row for row in rows], plan.target
         )["method"]
 
-    assert recommended(at_worst=0.5) == "ngram"
-    assert recommended(at_worst=1.0) == "eagle3"
+    assert recommend(at_worst=0.5) == "ngram"
+    assert recommend(at_worst=1.0) == "eagle3"
 
 
 @pytest.mark.long  # writes a checkpoint of many tensors
 def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tmp_path: Path):
-    """gpt-oss-120b in MXFP4 reads so little a step that this head, with the target's own output
-    layer, is not cheap for it."""
+    """gpt-oss-120b in MXFP4 reads few bytes in a step.
+
+    So this head, which has the target's own output layer, is not cheap for it.
+    """
     target, draft = PAIRS["gpt-oss-120b-eagle3"].write(tmp_path)
     described = read_model_config(str(target), key="target.model")
     advice = make_plan(described, read_model_config(str(draft), key="draft")).recommendation
     assert advice["method"] == "ngram" and "method=ngram" in str(advice["start"])
     plan = make_plan(described)
-    only = [
+    rows = [
         replace(row, high=replace(row.high, speedup=9.0)) if row.method == "eagle3" else row
         for row in plan.methods
     ]
-    advice = recommend_method(only, plan.target, plan.alone)
+    advice = recommend_method(rows, plan.target, plan.alone)
     assert "target.shard" in str(advice["reason"]) and "mxfp4" in str(advice["reason"])
-    nowhere = [replace(row, training_launch=None) for row in only]
-    advice = recommend_method(nowhere, plan.target, plan.alone)
+    rows_without_launch = [replace(row, training_launch=None) for row in rows]
+    advice = recommend_method(rows_without_launch, plan.target, plan.alone)
     assert advice["start"] is None and "8 devices" in str(advice["reason"])

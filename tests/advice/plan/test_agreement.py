@@ -1,5 +1,4 @@
-"""What a plan offers for a target, what docs/targets.md says of its class, and what training
-accepts are the same."""
+"""A plan, docs/targets.md and training agree on the methods that a target can have."""
 
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from tests.targets.architectures import (
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of some of two hundred classes
-# One of each kind of answer. The others are long, as there are two hundred of them.
+# One class for each kind of answer. The others are long tests: there are two hundred of them.
 QUICK = (
     "llama",
     "gemma3",
@@ -46,8 +45,8 @@ PAGE = {row.cells[0]: row for row in read_page()}
 PUBLISHED = sorted(path.parent.name for path in RECIPES.glob("*/config.json"))
 
 
-def offered(folder: Path) -> list[str]:
-    """The methods that a plan offers for the target in a folder, of those that are trained."""
+def list_offered_methods(folder: Path) -> list[str]:
+    """Return the trained methods that a plan offers for the target in a folder."""
     plan = make_plan(read_model_config(str(folder), key="target.model"))
     return [row.method for row in plan.methods if row.available and row.method in TRAINED]
 
@@ -61,18 +60,18 @@ def test_plan_page_and_training_agree_on_a_class(kind: str, tmp_path: Path) -> N
         pytest.skip(f"no tiny {kind} can be made, as the page says")
     config = tiny_config(kind)
     model = tiny_model(kind)
-    if config.is_encoder_decoder:  # of which this model is the decoder alone, and is saved as such
+    if config.is_encoder_decoder:  # this model is the decoder alone, and is saved as such
         config = model.config
     config.save_pretrained(tmp_path)
     if row.part == SERVED:
         methods = accepted(FrozenTarget(model, tiny_tokenizer(), name=kind))
         assert described(methods) == row.cells[3]
-        assert offered(tmp_path) == methods
+        assert list_offered_methods(tmp_path) == methods
         return
     with pytest.raises(UserError):
         compute_logits_in_float64(FrozenTarget(model, tiny_tokenizer(), name=kind), [3, 4, 5], 3)
     try:
-        methods = offered(tmp_path)
+        methods = list_offered_methods(tmp_path)
     except UserError:  # the target is refused
         methods = []
     assert methods == []
@@ -90,4 +89,6 @@ def test_plan_and_training_agree_on_a_published_target(name: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = find_auto_class(config).from_config(config).eval()
-    assert offered(RECIPES / name) == accepted(FrozenTarget(model, tokenizer, name=name))
+    assert list_offered_methods(RECIPES / name) == accepted(
+        FrozenTarget(model, tokenizer, name=name)
+    )

@@ -1,4 +1,4 @@
-"""`specdistill plan` against a Hub on loopback, which the real client asks."""
+"""`specdistill plan` asks a Hub on loopback with the real client."""
 
 import json
 import subprocess
@@ -31,14 +31,14 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def plan(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_plan(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     with hub.client(home, token=None):
         return specdistill("plan", *arguments)
 
 
 @pytest.mark.long  # plans several times
 def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
-    result = plan(hub, tmp_path / "home", f"target={TARGET}", "--json")
+    result = run_plan(hub, tmp_path / "home", f"target={TARGET}", "--json")
     assert result.returncode == 0, result.stderr
     written = json.loads(result.stdout)
     assert (
@@ -61,13 +61,13 @@ def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("given_training_step")
-def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
+def test_a_plan_without_the_hub_says_so(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.json").write_bytes(CONFIG)
     with loopback_hub(tmp_path / "hub") as hub:
-        pass  # it is gone again
+        pass  # the Hub stops here, so nothing answers at its address
     keys = [f"target={tmp_path / 'mine'}", "serving.device=h100"]
-    result = plan(hub, tmp_path / "home", *keys)
+    result = run_plan(hub, tmp_path / "home", *keys)
     assert (result.returncode, result.stderr) == (0, "")
     assert (
         f"not asked: {hub.address}" in " ".join(result.stdout.split())

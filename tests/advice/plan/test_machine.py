@@ -1,4 +1,4 @@
-"""A plan for a machine without a GPU is for that machine, as it was measured."""
+"""A plan for a machine without a GPU uses the measured costs of that machine."""
 
 import json
 import time
@@ -29,12 +29,12 @@ LLAMA = {
     "vocab_size": 512,
     "dtype": "bfloat16",
 }
-# As measured on two cores in float32: kernels that suit four rows and more.
+# Measured on two cores in float32, whose kernels suit four rows and more.
 UNEVEN = {1: 1.0, 2: 2.0, 3: 2.3, 4: 1.3, 5: 1.1, 32: 2.0}
 LINEAR = {1: 1.0, 32: 32.0}
 
 
-def machine_of(row_costs: dict[int, float]) -> Machine:
+def make_machine(row_costs: dict[int, float]) -> Machine:
     return Machine("a machine", 1e11, 1e10, dtype="float32", row_costs=row_costs, memory_gb=8.0)
 
 
@@ -44,18 +44,20 @@ def target(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def plan_on(row_costs: dict[int, float], target: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setattr(accounting, "measure_machine", lambda *sizes: machine_of(row_costs))
+def make_plan_on_machine(
+    row_costs: dict[int, float], target: str, monkeypatch: pytest.MonkeyPatch
+) -> Plan:
+    monkeypatch.setattr(accounting, "measure_machine", lambda *sizes: make_machine(row_costs))
     described = read_model_config(target, key="target")
     device, serving = choose_device(ServingOptions(), described)
     return make_plan(described, serving=serving, device=device)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="plans for its accelerator")
-def test_a_machine_without_a_gpu_is_planned_for_as_it_was_measured(
+def test_a_plan_for_a_machine_without_a_gpu_uses_its_measured_costs(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_on(UNEVEN, target, monkeypatch)
+    plan = make_plan_on_machine(UNEVEN, target, monkeypatch)
     assert (plan.device, plan.serving["memory_gb"], plan.serving["dtype"]) == (
         "a machine",
         8.0,
@@ -64,13 +66,13 @@ def test_a_machine_without_a_gpu_is_planned_for_as_it_was_measured(
     assert "target.dtype=float32" in str(plan.recommendation["lookup"])
     ngram = next(row for row in plan.methods if row.method == "ngram")
     assert ngram.alphas is not None and ngram.low is not None and ngram.high is not None
-    # The published rate, over what so many rows cost here
+    # The speedup is that of the published rate, with the costs of rows on this machine.
     lengths = {k: sum(ngram.alphas[1] ** i for i in range(k + 1)) for k in (1, 2, 3, 4)}
     assert ngram.high.speedup == pytest.approx(
         max(length / UNEVEN[k + 1] for k, length in lengths.items()), rel=0.02
     )
     assert ngram.low.speedup < ngram.high.speedup and ngram.high.num_speculative_tokens >= 3
-    # It is one device.
+    # The machine is one device.
     assert all(
         row.training_launch is None or row.training_launch.num_processes == 1
         for row in plan.methods
@@ -78,10 +80,10 @@ def test_a_machine_without_a_gpu_is_planned_for_as_it_was_measured(
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="plans for its accelerator")
-def test_where_rows_cost_what_they_are_nothing_is_promised(
+def test_no_method_is_recommended_where_cost_grows_with_the_rows(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_on(LINEAR, target, monkeypatch)
+    plan = make_plan_on_machine(LINEAR, target, monkeypatch)
     assert plan.recommendation["method"] is None
     assert plan.recommendation["reason"] == "no method promises more than plain decoding"
 
@@ -90,7 +92,7 @@ def test_where_rows_cost_what_they_are_nothing_is_promised(
 def test_a_plan_says_which_device_it_is_for(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(accounting, "measure_machine", lambda *sizes: machine_of(UNEVEN))
+    monkeypatch.setattr(accounting, "measure_machine", lambda *sizes: make_machine(UNEVEN))
     assert main(["plan", f"target={target}", "hub=false", "serving.device=h100"]) == 0
     assert "Estimates for H100; serving.device=cpu estimates for this machine." in " ".join(
         capsys.readouterr().out.split()
@@ -121,7 +123,7 @@ def test_measured_costs_are_those_of_matrix_products() -> None:
         start = time.perf_counter()
         torch.nn.functional.linear(rows, matrix)
         seconds.append(time.perf_counter() - start)
-    # Stated as a peak, of which half is reached
+    # The operations are stated as a peak, of which matrix products reach half.
     assert measured.flops / 2 == pytest.approx(2 * 512 * matrix.numel() / min(seconds), rel=0.9)
-    # What was not measured grows with the rows.
+    # Costs of more rows than were measured grow in proportion.
     assert measured.count_pass_bytes(1.0, 1.0, 320) == pytest.approx(10 * measured.row_costs[32])

@@ -1,4 +1,4 @@
-"""Plans for configs written here: no weights, no network."""
+"""Plans for configs that the tests write, without weights or network."""
 
 import io
 import json
@@ -66,43 +66,50 @@ MIXTURE = {
 EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
 
 
-def folder(path: Path, config: dict[str, Any]) -> str:
+def write_config(path: Path, config: dict[str, Any]) -> str:
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(path)
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", "text_config"])
 @pytest.mark.parametrize("value", [3, "x", [1], True, {"rope_type": 3, "rope_theta": 1.0}])
-def test_a_section_of_a_config_that_is_none_is_one_line(
+def test_a_malformed_section_of_a_config_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any
 ) -> None:
-    assert main(["plan", f"target={folder(tmp_path, LLAMA_1B | {key: value})}"]) == 2
+    assert main(["plan", f"target={write_config(tmp_path, LLAMA_1B | {key: value})}"]) == 2
     assert refused_key(capsys.readouterr().err) == "target"
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], ModelConfigInfo]:
-    """A config.json as a plan reads it: once, as it is half a second before a target has shown the
-    size of its KV cache."""
+def config_reader(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], ModelConfigInfo]:
+    """A function that reads a config.json as a plan does, and remembers the result.
+
+    It takes half a second to measure the KV cache of a target.
+    """
     return cache(
         lambda config, key: read_model_config(
-            folder(tmp_path_factory.mktemp("model"), json.loads(config)), key=key
+            write_config(tmp_path_factory.mktemp("model"), json.loads(config)), key=key
         )
     )
 
 
 @pytest.fixture(scope="module")
-def plan_for(described: Callable[[str, str], ModelConfigInfo]) -> Callable[..., Plan]:
-    """The plan for a config.json, and for a draft's; made once where there are no options."""
+def plan_for(config_reader: Callable[[str, str], ModelConfigInfo]) -> Callable[..., Plan]:
+    """A function that makes the plan for a config.json, and that of a draft.
+
+    A plan without options is made once.
+    """
     plans: dict[str, Plan] = {}
 
     def plan(config: dict[str, Any], draft: dict[str, Any] | None = None, **options: Any) -> Plan:
         key = json.dumps([config, draft])
         if key in plans and not options:
             return plans[key]
-        target = described(json.dumps(config), "target.model")
+        target = config_reader(json.dumps(config), "target.model")
         plan = make_plan(
-            target, described(json.dumps(draft), "draft") if draft else None, **options
+            target, config_reader(json.dumps(draft), "draft") if draft else None, **options
         )
         if not options:
             plans[key] = plan
@@ -111,16 +118,16 @@ def plan_for(described: Callable[[str, str], ModelConfigInfo]) -> Callable[..., 
     return plan
 
 
-def row_of(plan: Plan, method: str) -> Any:
+def find_row(plan: Plan, method: str) -> Any:
     return next(row for row in plan.methods if row.method == method)
 
 
-def test_llama_8b(plan_for: Callable[..., Plan]):
+def test_the_plan_for_llama_8b_has_the_numbers_computed_by_hand(plan_for: Callable[..., Plan]):
     plan = plan_for(LLAMA_8B)
     assert (plan.target["parameters"], plan.target["bytes"]) == (8_030_261_248, 16_060_522_496)
     assert plan.target["parameters_read"] == 7_504_924_672
     assert plan.target["native_mtp"] is None
-    head = row_of(plan, "eagle3")
+    head = find_row(plan, "eagle3")
     assert (head.parameters, head.bytes) == (424_689_664, 849_379_328)
     assert head.training_tokens == 532_000 * 950
     assert head.disk_bytes == head.training_tokens * 32 * 1024  # four tensors of 4096 in bfloat16
@@ -128,9 +135,9 @@ def test_llama_8b(plan_for: Callable[..., Plan]):
         128 * 1024,
         4 * 1024,
     )  # 32 layers and one, 8 heads of 128, keys and values
-    # 15.0 GFLOP of the target's pass and five unrolled steps of 6 · 0.374 a token
+    # For each token, the target's pass takes 15.0 GFLOP, and each of five unrolled steps 6 · 0.374.
     assert head.training_hours == pytest.approx(505.4e6 * 26.24e9 / 4e14 / 3600, rel=1e-3)
-    assert head.low.acceptance_length == pytest.approx(2.26)  # the source's own K
+    assert head.low.acceptance_length == pytest.approx(2.26)  # with the K of the publication
     # 2.26 / (1.18 + 3 · (0.0499 + 3/32))
     assert head.low.speedup == pytest.approx(1.403, abs=2e-3)
     assert plan.recommendation["method"] == "dspark"
@@ -139,10 +146,10 @@ def test_llama_8b(plan_for: Callable[..., Plan]):
     )
     assert (
         "draft.num_layers=5 draft.block_size=8" in plan.recommendation["start"]
-    )  # as the row describes, not as the recipe has it
-    small = row_of(plan, "draft_model")
-    # two of its layers between embedding and head; 0.962B weights read of 7.505B, and KV caches of
-    # 2,048 tokens, 8 and 128 KiB each
+    )  # the shape is that of the row, not of the recipe
+    small = find_row(plan, "draft_model")
+    # The draft has two of the target's layers between embedding and head. It reads 0.962B weights,
+    # the target 7.505B; the KV caches of 2,048 tokens take 8 and 128 KiB for each token.
     assert small.parameters == 2 * 218_112_000 + 2 * 525_336_576 + 4096
     assert small.step_ratio == pytest.approx(
         (2 * 961_564_672 + 2048 * 8192) / (2 * 7_504_924_672 + 2048 * 131_072)
@@ -166,16 +173,16 @@ GPT_OSS_120B = {
 ON_THE_PAGE = {"Llama-3.1-8B": LLAMA_8B, "Llama-3.3-70B": LLAMA_70B, "gpt-oss-120b": GPT_OSS_120B}
 
 
-@pytest.mark.long  # a step's operations, one by one
+@pytest.mark.long  # counts the operations of a step one by one
 @pytest.mark.parametrize("name", ON_THE_PAGE)
-def test_the_page_on_scale_has_these_numbers(
+def test_the_page_on_scale_has_the_numbers_of_the_plan(
     plan_for: Callable[..., Plan], name: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        plans, "METHODS", {shown: METHODS[shown] for shown in ("eagle3", "ngram")}
-    )  # of which the page has the first
+        plans, "METHODS", {method: METHODS[method] for method in ("eagle3", "ngram")}
+    )  # the page has the first
     plan = plan_for(ON_THE_PAGE[name], computed=True)
-    row = row_of(plan, "eagle3")
+    row = find_row(plan, "eagle3")
     _, *trained = (format_short(size, "B") for size in row.training_memory.values())
     caches = f"{format_short(plan.target['kv_bytes'], 'B')}, {format_short(row.kv_bytes, 'B')}"
     numbers = [
@@ -189,45 +196,47 @@ def test_the_page_on_scale_has_these_numbers(
     assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
-def test_what_is_computed_takes_the_place_of_what_is_roughly_so(
+def test_a_computed_step_replaces_the_rough_estimate(
     plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ):
     step = SimpleNamespace(peak=20 * 10**9, traffic=4 * 10**11, flops=10**14)
     monkeypatch.setattr(estimates, "count_training_step", lambda *of, **shape: step)
     plan = plan_for(LLAMA_8B, computed=True)
-    row = row_of(plan, "eagle3")
+    row = find_row(plan, "eagle3")
     assert row.training_memory["activations"] == step.peak
-    # 8,192 tokens: the target's layers' 2 · 6.980e9 operations a token and the step's at half of
-    # 989e12, 400 GB at 80 % of 3.35e12
+    # A step has 8,192 tokens. The target's layers take 2 · 6.980e9 operations for each of them. All
+    # operations run at half of 989e12 per second, and 400 GB move at 80 % of 3.35e12 bytes per
+    # second.
     rate = 8192 / ((2 * (7_504_924_672 - 128_256 * 4096) * 8192 + 1e14) / 494.5e12 + 4e11 / 2.68e12)
     assert row.training_hours == pytest.approx(532_000 * 950 / rate / 3600)
-    # of which no step can be made
-    assert row_of(plan, "draft_model").training_memory["activations"] != step.peak
+    # No step is computed for a draft model.
+    assert find_row(plan, "draft_model").training_memory["activations"] != step.peak
 
 
-def test_only_layers_that_attend_grow(plan_for: Callable[..., Plan]):
-    assert plan_for(MIXTURE).target["kv_bytes"] == 2 * 2 * 256 * 2  # one of four, two heads of 256
+def test_only_attention_layers_have_a_growing_cache(plan_for: Callable[..., Plan]):
+    # One of four layers attends, with two heads of 256.
+    assert plan_for(MIXTURE).target["kv_bytes"] == 2 * 2 * 256 * 2
 
 
 def test_a_fresh_mtp_layer_has_no_published_acceptance(plan_for: Callable[..., Plan]):
-    row = row_of(plan_for(LLAMA_8B), "mtp")
+    row = find_row(plan_for(LLAMA_8B), "mtp")
     assert row.available and "num_nextn_predict_layers" in row.note
     assert row.alphas is row.low is row.high is row.training_tokens is None
 
 
 def test_a_fresh_mtp_layer_that_no_engine_decodes_with_is_marked(plan_for: Callable[..., Plan]):
     plan = plan_for(LLAMA_8B)
-    row = row_of(plan, "mtp")
+    row = find_row(plan, "mtp")
     assert not row.is_served and row.note.endswith("no engine serves such a layer for llama")
     with redirect_stdout(io.StringIO()) as output:
         print_plan(plan, [], None, details=False)
     assert "no engine" in next(
         line for line in output.getvalue().splitlines() if line.startswith("mtp")
     )
-    assert row_of(plan_for(MIXTURE), "mtp").is_served and row_of(plan, "eagle3").is_served
+    assert find_row(plan_for(MIXTURE), "mtp").is_served and find_row(plan, "eagle3").is_served
 
 
-def test_a_tied_head_is_read(plan_for: Callable[..., Plan]):
+def test_a_tied_head_counts_as_weights_read(plan_for: Callable[..., Plan]):
     plan = plan_for(QWEN3_06B)
     assert plan.target["parameters"] == plan.target["parameters_read"] == 596_049_920
 
@@ -253,29 +262,29 @@ def test_native_layers_are_found_by_their_key_and_come_first(
     plan = plan_for(config, serving=ServingOptions(context=512))
     key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
     assert plan.target["native_mtp"] == {"key": key, "layers": 1}
-    assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
+    assert find_row(plan, "mtp").note == f"the target's own ({key}: 1)"
     assert plan.recommendation["method"] == "mtp"
     longer = make_plan(
         read_model_config(plan.target["model"], key="target.model"),
         serving=ServingOptions(context=4096),
     )
-    # these small layers read less than their caches are
+    # These layers are so small that the caches are more bytes than the weights.
     assert longer.recommendation["method"] == "ngram"
     assert ("has no dtype" in " ".join(plan.warnings)) == nested
 
 
 def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan]):
     plan = plan_for(LLAMA_8B)
-    row = row_of(plan, "draft_model")
-    only = [
-        replace(row, low=row_of(plan, "ngram").high, high=row_of(plan, "ngram").high),
+    row = find_row(plan, "draft_model")
+    rows = [
+        replace(row, low=find_row(plan, "ngram").high, high=find_row(plan, "ngram").high),
         *(
             replace(other, low=None, high=None)
             for other in plan.methods
             if other.method not in ("draft_model", "ngram")
         ),
     ]
-    command = recommend_method([*only, row_of(plan, "ngram")], plan.target)["start"]
+    command = recommend_method([*rows, find_row(plan, "ngram")], plan.target)["start"]
     recipe = load_recipe(Recipe, command.split()[2:])
     assert (recipe.method, recipe.draft.init, recipe.draft.num_layers) == (
         "draft_model",
@@ -287,7 +296,7 @@ def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan]
 KINDS = {row.cells[0]: row for row in read_page()}
 
 
-# a grid
+# These classes are long tests, because there are many.
 LARGE = [
     pytest.param(kind, marks=pytest.mark.long)
     for kind in ("cohere", "gpt_neox", "gemma", "olmo3", "zamba2")
@@ -296,8 +305,10 @@ LARGE = [
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2", "gpt2", *LARGE])
 def test_a_head_is_planned_where_it_can_be_made(plan_for: Callable[..., Plan], kind: str):
-    """Scaled logits, capped ones, layers by other names: of each class in its usual size, as
-    docs/targets.md says from small ones."""
+    """Classes with scaled or capped logits, or other names of layers, are planned at full size.
+
+    docs/targets.md says the same of them, found with small models.
+    """
     plan = plan_for(CONFIG_MAPPING[kind]().to_dict())
     available = [row.method for row in plan.methods if row.available and row.method in TRAINED]
     assert described_on_page(available) == KINDS[kind].cells[3]
@@ -311,10 +322,10 @@ def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(
     target = FrozenTarget(GPT2LMHeadModel(config), tiny_tokenizer(), name=plan.target["model"])
     with pytest.raises(UserError) as refused:
         build_eagle3(target)
-    assert row_of(plan, "eagle3").note == str(refused.value)
+    assert find_row(plan, "eagle3").note == str(refused.value)
 
 
-def test_the_layers_counted_are_the_targets_whatever_they_are_called():
+def test_layers_are_counted_whatever_their_name():
     config = GPTNeoXConfig(
         num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=96
     )
@@ -328,10 +339,10 @@ def test_the_layers_counted_are_the_targets_whatever_they_are_called():
 
 
 @pytest.mark.parametrize("kind", ["bert", "mamba"])
-def test_what_decoding_refuses_is_refused_in_the_same_line(
+def test_plan_and_decoding_refuse_a_target_with_the_same_message(
     plan_for: Callable[..., Plan], tmp_path: Path, kind: str
 ):
-    model, name = tiny_model(kind), folder(tmp_path, tiny_model(kind).config.to_dict())
+    model, name = tiny_model(kind), write_config(tmp_path, tiny_model(kind).config.to_dict())
     with pytest.raises(UserError) as by_plan:
         make_plan(read_model_config(name, key="target.model"))
     with pytest.raises(UserError) as by_decoding:
@@ -340,11 +351,11 @@ def test_what_decoding_refuses_is_refused_in_the_same_line(
     assert KINDS[kind].cells[-1] in str(by_plan.value)
 
 
-def test_what_cannot_be_tried_is_planned_with_a_warning(
+def test_a_target_that_is_too_large_to_try_is_planned_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(frozen, "MAX_TINY_PARAMETERS", 0)
-    plan = make_plan(read_model_config(folder(tmp_path, LLAMA_1B), key="target.model"))
+    plan = make_plan(read_model_config(write_config(tmp_path, LLAMA_1B), key="target.model"))
     (warning,) = plan.warnings
     assert "LlamaForCausalLM" in warning
     assert [row.method for row in plan.methods if row.available] == [
@@ -355,7 +366,7 @@ def test_what_cannot_be_tried_is_planned_with_a_warning(
     ]
 
 
-def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[..., Plan]):
+def test_quantised_weights_are_warned_of(plan_for: Callable[..., Plan]):
     plan = plan_for(
         QWEN3_06B | {"num_hidden_layers": 2, "quantization_config": {"quant_method": "fp8"}}
     )
@@ -380,9 +391,10 @@ def test_a_draft_that_is_given_takes_its_method_s_row(
     if method == "eagle3":
         assert f"target={plan.target['model']} draft=" in plan.recommendation["start"]
     if method == "draft_model":
-        row = row_of(plan, method)
+        row = find_row(plan, method)
         assert row.parameters == 1_235_814_400
-        # 1.2358B and 7.5049B weights read, and KV caches of 2,048 tokens, 32 and 128 KiB each
+        # Draft and target read 1.2358B and 7.5049B weights, and the KV caches of 2,048 tokens,
+        # which take 32 and 128 KiB for each token.
         read = [
             2 * weights + 2048 * cache * 1024
             for weights, cache in ((1_235_814_400, 32), (7_504_924_672, 128))
@@ -393,7 +405,7 @@ def test_a_draft_that_is_given_takes_its_method_s_row(
 @pytest.mark.long  # counts the caches of 48 layers
 def test_a_draft_larger_than_its_target_cannot_pay(plan_for: Callable[..., Plan]):
     plan = plan_for(LLAMA_1B, LLAMA_8B)
-    row = row_of(plan, "draft_model")
+    row = find_row(plan, "draft_model")
     assert row.step_ratio == pytest.approx(6.018, abs=1e-3) and row.high.speedup < 1
     assert plan.recommendation["method"] != "draft_model" and plan.warnings == []
 
@@ -407,7 +419,7 @@ def test_a_draft_larger_than_its_target_cannot_pay(plan_for: Callable[..., Plan]
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
     ],
 )
-def test_a_draft_of_something_else_is_refused(
+def test_a_draft_of_another_target_is_refused(
     plan_for: Callable[..., Plan], draft: dict[str, Any], got: str
 ):
     with refused("draft", holds=got):
@@ -431,7 +443,7 @@ def test_another_padding_of_the_vocabulary_is_only_warned_of(plan_for: Callable[
         (LLAMA_8B | {"num_hidden_layers": 0}, "num_hidden_layers 0"),
     ],
 )
-def test_what_is_no_target_is_refused(
+def test_an_unusable_target_is_refused(
     plan_for: Callable[..., Plan], config: dict[str, Any], got: str
 ):
     with refused("target.model", holds=got):
@@ -447,32 +459,33 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path):
     "config",
     [
         MIXTURE,
-        # counts the caches of 32 layers each
+        # Each of these counts the caches of 32 layers.
         pytest.param(LLAMA_8B, marks=pytest.mark.long),
         pytest.param(
             LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}, marks=pytest.mark.long
         ),
     ],
 )
-def test_a_plan_is_one_screen_that_answers_first(
+def test_a_plan_fits_one_screen_and_recommends_first(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    target = Path("models/llama-3.1-8b")  # of the length that people's names of targets have
+    target = Path("models/llama-3.1-8b")  # a name of usual length
     target.mkdir(parents=True)
-    serving = ServingOptions(memory_gb=24.0, context=512)  # the 8B target in several processes
+    # With this memory the 8B target trains in several processes.
+    serving = ServingOptions(memory_gb=24.0, context=512)
     plan = make_plan(
-        read_model_config(folder(target, config), key="target.model"), None, serving=serving
+        read_model_config(write_config(target, config), key="target.model"), None, serving=serving
     )
 
-    def shown(width: int, details: bool) -> str:
+    def render_plan(width: int, details: bool) -> str:
         output = io.StringIO()
         with redirect_stdout(output), mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
             print_plan(plan, [], "not asked: hub=false", details=details)
         return output.getvalue()
 
     for width, height in ((80, 47), (100, 41)):
-        screen, detailed = shown(width, False), shown(width, True)
+        screen, detailed = render_plan(width, False), render_plan(width, True)
         lines = screen.splitlines()
         assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ")
         assert len(lines) <= height and max(map(len, lines)) <= width and "…" not in screen
@@ -511,5 +524,5 @@ def test_a_plan_is_one_screen_that_answers_first(
         (1.34e12, "B", "1.34 TB"),
     ],
 )
-def test_short_numbers(number: float, unit: str, said: str):
+def test_numbers_are_formatted_with_three_digits(number: float, unit: str, said: str):
     assert format_short(number, unit) == said

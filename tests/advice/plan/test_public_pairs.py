@@ -1,5 +1,7 @@
-"""Public targets and drafts, by config.json and tensors without content (see
-tests/public_pairs.py)."""
+"""`specdistill plan` for public targets and drafts, whose tensors have no content.
+
+tests/public_pairs.py writes them.
+"""
 
 import io
 import json
@@ -36,24 +38,24 @@ pytestmark = pytest.mark.usefixtures("given_training_step")
         (GPT_OSS_120B, 687, 65_248_815_744),
     ],
 )
-def test_the_fixtures_are_as_large_as_what_is_published(
+def test_the_fixtures_have_the_published_sizes(
     repository: Repository, num_tensors: int, num_bytes: int
 ):
-    """`total_size` of the index, or the one file's."""
+    """The published size is `total_size` of the index, or the size of the one file."""
     assert (len(repository.tensors), repository.num_bytes) == (num_tensors, num_bytes)
 
 
-def planned(pair: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """The exit code of `specdistill plan` for a pair, and its JSON."""
+def run_plan(pair: Any, folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run `specdistill plan` for a pair and return its exit code and its JSON."""
     target, draft = pair.write(folder)
-    given = [f"draft={draft}"] if pair.draft else []
+    draft_keys = [f"draft={draft}"] if pair.draft else []
     with redirect_stdout(io.StringIO()) as printed:
-        code = main(["plan", f"target={target}", *given, "hub=false", "--json", *arguments])
+        code = main(["plan", f"target={target}", *draft_keys, "hub=false", "--json", *arguments])
     return code, json.loads(printed.getvalue()) if code == 0 else {}
 
 
-# Of the draft: parameters, bytes of its KV cache for a token in 16 bits, c of a step; of the
-# target: GB of weights.
+# The draft's parameters, its bytes of KV cache for each token in 16 bits, and the cost c of its
+# step; then the target's GB of weights.
 PLANNED = {
     "llama-eagle": (251_662_336, 4096, 0.101, 16.1),
     "llama-eagle3": (424_689_664, 4096, 0.049, 16.1),
@@ -67,13 +69,13 @@ PLANNED = {
 }
 
 
-# The layers of a target of public size are tried for seconds.
+# Trying the layers of a target of public size takes seconds.
 @pytest.mark.parametrize("name", one_a_method(PLANNED, but=PAIRS.keys() - {"llama-eagle3"}))
 def test_a_public_pair_is_planned(name: str, tmp_path: Path):
-    """Parameters are those of the checkpoint, but for vocabulary maps and copies of the target's
+    """Parameters are those of the checkpoint, without vocabulary maps and copies of the target's
     tables."""
     pair, (parameters, cache, c, gigabytes) = PAIRS[name], PLANNED[name]
-    code, plan = planned(pair, tmp_path / name)
+    code, plan = run_plan(pair, tmp_path / name)
     assert code == 0
     (row,) = (row for row in plan["methods"] if row["method"] == pair.method)
     assert row["available"] and (pair.draft is None or row["draft"])
@@ -87,7 +89,7 @@ def test_a_public_pair_is_planned(name: str, tmp_path: Path):
         assert serving["fits"] and 0 < serving["cost"] < serving["room"]
 
 
-# What `plan` tells, which reads configs alone: the key and what is wrong. Tensors are the doctor's.
+# `plan` reads configs alone: the refused key, and text of its message. The doctor reads tensors.
 REFUSED = {
     "other-depth": ("draft", "80 layers"),
     "aux-layers": ("draft", "33"),
@@ -95,25 +97,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.long  # a grid
+@pytest.mark.long  # many cases
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_pair_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     key, got = REFUSED[name]
-    code, _ = planned(WRONG_PAIRS[name], tmp_path / name)
+    code, _ = run_plan(WRONG_PAIRS[name], tmp_path / name)
     error = capsys.readouterr().err
     assert (code, refused_key(error)) == (2, key) and got in error
 
 
-@pytest.mark.long  # a checkpoint of many tensors
+@pytest.mark.long  # writes a checkpoint of many tensors
 def test_a_layer_that_is_stated_and_not_saved_is_warned_of(tmp_path: Path):
-    _, plan = planned(WRONG_PAIRS["mtp-not-saved"], tmp_path / "pair")
+    _, plan = run_plan(WRONG_PAIRS["mtp-not-saved"], tmp_path / "pair")
     assert (
         any("mtp_num_hidden_layers" in warning for warning in plan["warnings"])
         and plan["target"]["native_mtp"] is None
     )
 
 
-@pytest.mark.long  # a pair
+@pytest.mark.long  # plans a pair
 def test_serving_keys_reach_the_plan(tmp_path: Path):
     keys = [
         "serving.context=32768",
@@ -121,13 +123,13 @@ def test_serving_keys_reach_the_plan(tmp_path: Path):
         "serving.kv_cache_dtype=fp8",
         "serving.tensor_parallel=2",
     ]
-    code, plan = planned(PAIRS["llama-eagle3"], tmp_path, *keys, "serving.memory_gb=48")
+    code, plan = run_plan(PAIRS["llama-eagle3"], tmp_path, *keys, "serving.memory_gb=48")
     assert code == 0
     (row,) = (row for row in plan["methods"] if row["method"] == "eagle3")
     assert row["serving"]["parts"]["KV cache"] == 32 * 32768 * 64 * 1024 // 2
     assert row["serving"]["parts"]["target"] == 16_060_522_496 // 2
-    # Weights that a step reads, and the KV caches of 32 · 32,768 tokens in 8 bits: 64 KiB of each
-    # for the target, 2 KiB for the head
+    # A step reads weights, and the KV caches of 32 · 32,768 tokens in 8 bits: 64 KiB for each token
+    # of the target, 2 KiB of the head.
     tokens = 32 * 32768 * 1024
     assert row["step_ratio"] == pytest.approx(
         (0.7487e9 + 2 * tokens) / (15.0098e9 + 64 * tokens), rel=1e-3

@@ -1,4 +1,4 @@
-"""A training says what it will take before it loads weights: time, memory and disk."""
+"""`specdistill train` estimates time, memory and disk before it loads weights."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ from specdistill.training.arguments import build_training_arguments
 from tests.tiny import tiny_target_model, write_target
 
 FLOPS = 1e9
-# one draft step, as fewer operations are counted sooner
+# One draft step keeps the count of operations fast.
 EAGLE3 = ("method=eagle3", "draft.ttt_steps=1")
 MACHINE = Machine(
     "a machine", FLOPS / MATRIX_SHARE, 1e10, row_costs={1: 1.0, 32: 16.0}, memory_gb=8.0
@@ -34,10 +34,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_estimate, "can_hold_target", lambda num_parameters: True)
     monkeypatch.setattr(run_estimate, "measure_machine", lambda *sizes: MACHINE)
-    monkeypatch.setattr(run_estimate, "time_fastest", lambda work: 32e-3)  # sampling for 32 rows
+    # Sampling takes 32 ms for 32 rows.
+    monkeypatch.setattr(run_estimate, "time_fastest", lambda work: 32e-3)
     monkeypatch.setattr(
         run_estimate, "time_products", lambda dtype, width, inner, count, rows: {rows[0]: 1e-9}
     )
@@ -53,29 +54,29 @@ def estimate(
         "train.per_device_train_batch_size=4",
     ]
     recipe = check_trainable(load_recipe(Recipe, [*base, *keys]))
-    found = estimate_run(
+    cost = estimate_run(
         recipe, build_training_arguments(recipe.train), RunSize(num_rows, num_generated, 16)
     )
-    assert found is not None
-    return found
+    assert cost is not None
+    return cost
 
 
 def test_a_draft_model_takes_three_passes_of_its_own_and_one_of_the_target(target: Path) -> None:
-    """2 operations for each parameter and token of a pass, and 4 of its backward pass."""
+    """A pass takes 2 operations for each parameter and token, and its backward pass takes 4."""
     keys = (
         "method=draft_model",
         "draft.init=layers",
         "draft.num_layers=1",
         "train.gradient_accumulation_steps=3",
     )
-    found = estimate(target, *keys, "train.max_steps=5")
+    cost = estimate(target, *keys, "train.max_steps=5")
     draft = tiny_target_model(num_layers=1)
     tokens = 3 * 4 * 32
     flops = tokens * (2 * count_weights_read(tiny_target_model()) + 6 * count_weights_read(draft))
-    assert found.step_seconds == pytest.approx(flops / FLOPS)
-    # float32 weights, gradients and two moments
-    assert found.memory["draft"] == 16 * draft.num_parameters()
-    assert found.memory["target"] == 4 * tiny_target_model().num_parameters()
+    assert cost.step_seconds == pytest.approx(flops / FLOPS)
+    # Weights, gradients and two moments are float32.
+    assert cost.memory["draft"] == 16 * draft.num_parameters()
+    assert cost.memory["target"] == 4 * tiny_target_model().num_parameters()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_checkpoints_and_stored_features_are_on_the_disk(target: Path) -> None:
     assert all_kept.disk_bytes - one_kept.disk_bytes == pytest.approx(4 * draft_bytes)
     stored = estimate(target, *keys, "hidden_states.mode=hybrid", "hidden_states.path=store")
     hidden_size = tiny_target_model().config.hidden_size
-    # Three layers and the last hidden state in bfloat16
+    # The store has three layers and the last hidden state in bfloat16.
     assert stored.disk_bytes - all_kept.disk_bytes == 4 * hidden_size * 2 * 100 * 32
 
 
@@ -115,23 +116,25 @@ def test_checkpoints_and_stored_features_are_on_the_disk(target: Path) -> None:
 def test_checkpoints_are_counted_as_the_trainer_saves_them(
     target: Path, save_steps: str, num_saves: int
 ) -> None:
-    """Of ten steps: after 3, 6, 9 and 10 in every case."""
+    """A run of ten steps saves after steps 3, 6, 9 and 10 in every case."""
     keys = (*EAGLE3, "train.max_steps=10", "train.save_strategy=steps")
     saved = estimate(target, *keys, f"train.save_steps={save_steps}")
     draft_bytes = 12 / 16 * saved.memory["draft"]
     assert saved.disk_bytes - saved.data_bytes == pytest.approx(num_saves * draft_bytes)
 
 
-def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
-    """16 rows at a time, a nanosecond for each parameter and pass, a millisecond to sample a row,
-    which half of them do."""
+def test_generation_time_is_that_of_passes_sampling_and_prompts(target: Path) -> None:
+    """16 rows are generated at a time, with a nanosecond for each parameter and pass.
+
+    Sampling a row takes a millisecond, and half of the rows are sampled.
+    """
     keys = (
         *EAGLE3,
         "data.max_length=64",
         "data.regenerate.num_tokens=20000",
         "data.regenerate.prompt_tokens=32",
     )
-    found = estimate(target, *keys, "data.regenerate.temperatures=[0,0.8]", num_generated=20_000)
+    cost = estimate(target, *keys, "data.regenerate.temperatures=[0,0.8]", num_generated=20_000)
     model = tiny_target_model()
     head, embedding = model.lm_head.weight.numel(), model.model.embed_tokens.weight.numel()
     parameters = model.num_parameters() - embedding
@@ -141,7 +144,7 @@ def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
         * (1e-9 * parameters + run_estimate.LAYER_SECONDS * model.config.num_hidden_layers)
     )
     prompts = 20_000 * 2 * (parameters - head) / FLOPS  # as many tokens as are generated
-    assert found.generation_seconds == pytest.approx(passes + 20_000 * 0.5 * 1e-3 + prompts)
+    assert cost.generation_seconds == pytest.approx(passes + 20_000 * 0.5 * 1e-3 + prompts)
     assert estimate(target, *EAGLE3).generation_seconds == 0
 
 
@@ -149,7 +152,7 @@ def test_generation_takes_passes_sampling_and_prompts(target: Path) -> None:
     ("server", "seconds"),
     [([], "0:"), (["data.regenerate.server=[http://127.0.0.1:1]"], "follows after 64 answers")],
 )
-def test_a_training_says_what_it_takes_before_weights_are_loaded(
+def test_train_prints_its_estimate_before_weights_are_loaded(
     server: list[str],
     seconds: str,
     target: Path,
@@ -176,7 +179,7 @@ def test_a_training_says_what_it_takes_before_weights_are_loaded(
         f"data.cache_dir={tmp_path / 'cache'}",
     ]
     assert main(["train", *keys]) == ExitCode.INTERRUPTED
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for part in (
         "time to generate its data",
         f"time to generate its data │ {seconds}",
@@ -187,4 +190,4 @@ def test_a_training_says_what_it_takes_before_weights_are_loaded(
         "disk",
         "a machine",
     ):
-        assert part in said
+        assert part in printed

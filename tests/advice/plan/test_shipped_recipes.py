@@ -1,4 +1,4 @@
-"""Recipes that ship with the package are recommended for every model of their target's sizes."""
+"""Recipes of the package are recommended for every model with the sizes of their target."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ from specdistill.recipe.load import load_own_keys, load_recipe
 
 LLAMA: dict[str, Any] = read_json(RECIPES / "llama-3.1-8b" / "config.json")
 TARGETS = sorted(path.parent.name for path in RECIPES.glob("*/config.json"))
-# Nothing of this changes the shape of a weight.
+# None of these keys changes the shape of a weight.
 FINE_TUNE = {
     "_name_or_path": "org/my-fine-tune", "torch_dtype": "float16", "eos_token_id": 128009,
     "head_dim": 128, "max_position_embeddings": 32768, "rope_scaling": None,
