@@ -1,5 +1,7 @@
-"""What the engines are given: pico, prompts, and drafts trained for a few steps, just enough to be
-accepted now and then."""
+"""Inputs of the engines: pico, prompts, and drafts trained for a few steps.
+
+So few steps are enough for drafts that are accepted now and then.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +17,16 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.scripts import specdistill
 from tests.with_engines.environments import environment
 
-NUM_TOKENS, K = 48, 4  # generated for each prompt, and drafted a round
+NUM_TOKENS, K = 48, 4  # tokens generated for each prompt, and drafted in each round
 CHOSEN = (
     "draft.fc_norm=false",
     "draft.norm_output=false",
     "draft.aux_layers=[3,7,12]",
     "draft.vocab_size=700",
 )
-# more tokens in few steps
+# Larger batches and a high rate learn from more tokens in few steps.
 FAST = ("train.per_device_train_batch_size=8", "train.learning_rate=2e-2")
-# Name -> recipe, and what is changed in it.
+# Each draft's recipe, and the keys that are changed in it.
 TRAINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "EAGLE-3.1": ("pico/eagle3", FAST),
     "EAGLE-3, chosen layers": ("pico/eagle3", (*FAST, *CHOSEN)),
@@ -47,21 +49,24 @@ def pico() -> FrozenTarget:
 
 @pytest.fixture(scope="session")
 def prompts(pico: FrozenTarget) -> list[tuple[int, ...]]:
-    chosen = tokenize(
+    suite_prompts = tokenize(
         load_suite("pico"),
         pico.tokenizer,
         max_new_tokens=NUM_TOKENS + K,
         max_length=512,
         num_prompts=6,
     )
-    return [prompt.token_ids for prompt in chosen]
+    return [prompt.token_ids for prompt in suite_prompts]
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Callable[[str], Path]:
-    """Name -> the folder of that draft, trained when a worker first asks for it."""
+def trained_draft(
+    tmp_path_factory: pytest.TempPathFactory, testrun_uid: str
+) -> Callable[[str], Path]:
+    """A function from a name to the folder of that draft, trained when first asked for."""
     folder = tmp_path_factory.getbasetemp().parent / f"drafts-{testrun_uid}"
-    cache = tmp_path_factory.mktemp("cache")  # of this worker: its rows have one writer at a time
+    # Every worker has its own cache, because rows can have only one writer at a time.
+    cache = tmp_path_factory.mktemp("cache")
 
     def draft(name: str) -> Path:
         run = folder / name.replace(" ", "-")
@@ -97,16 +102,16 @@ def train(name: str, run: Path, cache: Path) -> None:
 
 @pytest.fixture(scope="session")
 def to_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A checkpoint as a GGUF file in float32."""
+    """A function that converts a checkpoint to a GGUF file in float32 and returns the file."""
     for name in ("llama.cpp", "vllm"):
         environment(name)
     script = (Path(__file__).with_name("convert_to_gguf.py"), LLAMA_CPP)
 
-    def converted(checkpoint: Path, *options: str | Path) -> Path:
+    def convert_checkpoint(checkpoint: Path, *options: str | Path) -> Path:
         output = tmp_path_factory.mktemp("gguf") / f"{checkpoint.name}.gguf"
         return convert(checkpoint, output, *options, "--outtype", "f32", script=script)
 
-    return converted
+    return convert_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""llama.cpp's own converter, told how pico's tokenizer cuts text: python convert_to_gguf.py
-LLAMA_CPP ARGUMENTS OF THE CONVERTER
+"""llama.cpp's own converter, with the rule by which pico's tokenizer cuts text.
+
+    python convert_to_gguf.py LLAMA_CPP ARGUMENTS_OF_THE_CONVERTER
 
 It knows tokenizers by a hash of what they make of a text, and refuses all others. Pico's is its
 own, and cuts text as GPT-2's does.

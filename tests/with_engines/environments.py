@@ -1,5 +1,7 @@
-"""Where the engines stand: an environment of its own for each, made by `make engines` and started
-as another process."""
+"""The environments of the engines, one for each, which `make engines` sets up.
+
+An engine runs as another process.
+"""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,13 +12,13 @@ from bench import engines
 from bench.engines import QUIET_VLLM, is_set_up
 from specdistill.serving.engines.start import start_server
 
-# Without the process that vLLM starts for its worker beside those of its server and of its core: it
-# imports torch and vLLM once more, a third of the seconds until a server answers.
+# vLLM starts no process for its worker beside those of its server and of its core. That process
+# imports torch and vLLM once more, which takes a third of the time until a server answers.
 QUICK_VLLM = QUIET_VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def environment(name: str) -> Path:
-    """The folder of an engine that is set up; a test that needs one that is not is skipped."""
+    """Return the environment of an engine; skip the test if it is not set up."""
     if not is_set_up(name):
         pytest.skip(f"no {engines.find_environment(name)}; `make engines` sets it up")
     return engines.find_environment(name)
@@ -25,8 +27,10 @@ def environment(name: str) -> Path:
 def serving(
     log: Path, model: str, *options: str, python_path: Path | None = None
 ) -> AbstractContextManager[str]:
-    """The address of a vLLM that serves a model in float32. python_path: of modules that it
-    imports, in addition to its own."""
+    """Start a vLLM that serves a model in float32, and yield its address.
+
+    python_path: A folder of modules that it imports in addition to its own.
+    """
     variables = QUICK_VLLM | ({"PYTHONPATH": str(python_path)} if python_path else {})
     command = [
         "env",

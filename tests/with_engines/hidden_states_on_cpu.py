@@ -1,5 +1,6 @@
-"""vLLM's ExampleHiddenStatesConnector without a GPU: its copies go through CUDA streams and pinned
-memory, which a CPU has not.
+"""vLLM's ExampleHiddenStatesConnector without a GPU.
+
+The original copies through CUDA streams and pinned memory, which a CPU does not have.
 
 All else is vLLM's: what is extracted from its cache, the files, their locks, and what the server
 answers.

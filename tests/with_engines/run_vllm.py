@@ -1,5 +1,6 @@
-"""Run by the Python of an environment with vLLM, which needs nothing else: python run_vllm.py JOBS
-RESULTS
+"""Completions of vLLM, run by the Python of an environment with vLLM alone.
+
+    python run_vllm.py JOBS RESULTS
 
 JOBS holds a list of {options, prompts, max_new_tokens, num_speculative_tokens}: arguments of
 vllm.LLM, and token ids to complete greedily, past stop tokens. RESULTS gets for each job a list of
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# One process; on a CPU, 1 GiB for keys and values.
+# vLLM runs in one process; on a CPU it has 1 GiB for keys and values.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -43,15 +44,17 @@ def main(jobs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
-    """One completion, and what the counters gained."""
+    """Return one completion and what the counters gained with it."""
     parameters = vllm.SamplingParams(
         temperature=0.0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False
     )
-    before = counters(engine, job["num_speculative_tokens"])
+    before = read_counters(engine, job["num_speculative_tokens"])
     (output,) = engine.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
     drafts, drafted, *accepted = (
         now - then
-        for now, then in zip(counters(engine, job["num_speculative_tokens"]), before, strict=True)
+        for now, then in zip(
+            read_counters(engine, job["num_speculative_tokens"]), before, strict=True
+        )
     )
     return {
         "token_ids": list(output.outputs[0].token_ids),
@@ -61,9 +64,11 @@ def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, A
     }
 
 
-def counters(engine: Any, num_speculative_tokens: int) -> list[int]:
-    """Drafts, their tokens, and the accepted ones of each position: zeros where vLLM has no such
-    counters, without a draft."""
+def read_counters(engine: Any, num_speculative_tokens: int) -> list[int]:
+    """Return the drafts, their tokens, and the accepted tokens of each position.
+
+    Without a draft vLLM has no such counters, and drafts and tokens are zero.
+    """
     metrics = {
         metric.name.removeprefix("vllm:spec_decode_"): metric for metric in engine.get_metrics()
     }

@@ -1,5 +1,6 @@
-"""Run by the Python of speculators' own environment: logits, confidence, loss mask and gradients of
-block drafters that it reads.
+"""Logits, confidence, loss mask and gradients of block drafters that speculators reads.
+
+The Python of speculators' own environment runs this program.
 
     python speculators_blocks.py FOLDER...
 
@@ -29,7 +30,7 @@ def main(folder: Path) -> None:
         inputs["position_ids"],
         max_anchors=num_anchors,
     )
-    logits, hidden, found = (
+    logits, hidden, outputs = (
         logits.view(num_anchors, block, -1),
         hidden.view(num_anchors, block, -1),
         {},
@@ -40,26 +41,26 @@ def main(folder: Path) -> None:
         logits = logits + model.markov_head.block_bias(
             prev_token_ids=previous, hidden_states=hidden, prev_emb=embedded
         )
-        found["confidence"] = model.confidence_head(torch.cat([hidden, embedded], -1)).view(
+        outputs["confidence"] = model.confidence_head(torch.cat([hidden, embedded], -1)).view(
             num_anchors, block
         )
     parameters = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     gradients = torch.autograd.grad(
         (logits * weights).sum(), list(parameters.values()), allow_unused=True
     )
-    found |= {
+    outputs |= {
         f"grad.{name}": grad
         for name, grad in zip(parameters, gradients, strict=True)
         if grad is not None
     }
-    found |= {
+    outputs |= {
         "logits": logits,
         "targets": targets.view_as(logits).softmax(-1),
         "mask": mask.view(num_anchors, block),
     }
-    found["anchors"] = indices.view(num_anchors, block)[:, 0]
+    outputs["anchors"] = indices.view(num_anchors, block)[:, 0]
     save_file(
-        {name: tensor.detach().contiguous() for name, tensor in found.items()},
+        {name: tensor.detach().contiguous() for name, tensor in outputs.items()},
         folder / "output.safetensors",
     )
 

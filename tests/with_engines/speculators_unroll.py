@@ -1,5 +1,6 @@
-"""Run by the Python of speculators' own environment: the logits of every step of its unroll, for
-heads that it reads or makes itself.
+"""The logits of every step of speculators' unroll, for heads that it reads or makes itself.
+
+The Python of speculators' own environment runs this program.
 
     python speculators_unroll.py FOLDER
 
@@ -23,7 +24,7 @@ from transformers import AutoConfig, LlamaConfig
 def main(folder: Path) -> None:
     jobs = json.loads((folder / "jobs.json").read_text())
     for path, settings in jobs["make"].items():
-        make(Path(path), settings, jobs["verifier"], jobs["num_steps"])
+        make_head(Path(path), settings, jobs["verifier"], jobs["num_steps"])
     for path in [*jobs["read"], *jobs["make"]]:
         inputs = load_file(Path(path).parent / "input.safetensors")
         save_file(
@@ -37,9 +38,9 @@ def load(path: str) -> torch.nn.Module:
     return SpeculatorModel.from_pretrained(path, config=config, dtype=torch.float32).eval()
 
 
-def make(path: Path, settings: dict, verifier: str, num_steps: int) -> None:
-    """A head with random weights, norms too."""
-    of_verifier = AutoConfig.from_pretrained(verifier).to_dict()
+def make_head(path: Path, settings: dict, verifier: str, num_steps: int) -> None:
+    """Write a head with random weights, and with random norms."""
+    verifier_config = AutoConfig.from_pretrained(verifier).to_dict()
     sizes = (
         "vocab_size",
         "hidden_size",
@@ -49,19 +50,19 @@ def make(path: Path, settings: dict, verifier: str, num_steps: int) -> None:
         "head_dim",
     )
     shape = {
-        name: of_verifier[name]
+        name: verifier_config[name]
         for name in (*sizes, "rms_norm_eps", "max_position_embeddings", "rope_parameters")
     }
     config = LlamaConfig(**shape, num_hidden_layers=settings.pop("num_layers"))
-    kept = settings.pop("vocabulary")
+    vocabulary = settings.pop("vocabulary")
     t2d = torch.zeros(shape["vocab_size"], dtype=torch.bool)
-    t2d[kept] = True
+    t2d[vocabulary] = True
     torch.manual_seed(0)
     model = Eagle3DraftModel.from_training_args(
         config,
         t2d=t2d,
-        d2t=torch.tensor(kept) - torch.arange(len(kept)),
-        draft_vocab_size=len(kept),
+        d2t=torch.tensor(vocabulary) - torch.arange(len(vocabulary)),
+        draft_vocab_size=len(vocabulary),
         ttt_steps=num_steps,
         verifier_name_or_path=verifier,
         draft_attn_impl="eager",

@@ -1,5 +1,6 @@
-"""vLLM's synthetic acceptance without a GPU: its CPU build asserts that nobody asks for it, since
-its C++ kernel lacks the rule.
+"""vLLM's synthetic acceptance without a GPU.
+
+Its CPU build asserts that nobody asks for it, since its C++ kernel lacks the rule.
 
 Here is the rule of vLLM's Triton kernel, for greedy requests. Rates, random numbers and counters
 are vLLM's.
@@ -38,4 +39,4 @@ vllm.rejection_greedy_sample_kernel._impl = accept
 
 
 class Extension:
-    """What vLLM's worker loads this module for."""
+    """The worker extension whose name makes vLLM load this module."""

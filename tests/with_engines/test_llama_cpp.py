@@ -1,5 +1,7 @@
-"""`specdistill eval eval.engine=llama.cpp` starts a real llama-server with GGUF files in float32,
-and counts what our decoder counts."""
+"""`specdistill eval eval.engine=llama.cpp` starts a real llama-server and counts as our decoder.
+
+Its GGUF files are in float32.
+"""
 
 import re
 import subprocess
@@ -29,7 +31,7 @@ from tests.with_engines.environments import environment
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # llama.cpp in its own environment
 
 NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
-# Keys and values are kept in float16 otherwise.
+# By default llama.cpp keeps keys and values in float16.
 IN_FLOAT32 = [
     f"eval.llama_cpp.{name}=f32"
     for name in ("cache_type_k", "cache_type_v", "spec_draft_type_k", "spec_draft_type_v")
@@ -39,7 +41,7 @@ Files = Callable[[str], tuple[Path, Path]]
 
 
 class AsLlamaServer(Decoder):
-    """Drops of a draft what reaches past the last token but one of a completion."""
+    """A decoder that drafts no further than the last token but one of a completion."""
 
     def __init__(self, target: FrozenTarget, proposer: Any) -> None:
         propose = proposer.propose
@@ -57,7 +59,7 @@ class AsLlamaServer(Decoder):
     def count(
         self, prompt: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, int, tuple[int, ...]]]:
-        """The completion, and its drafts, draft tokens and accepted tokens of each position."""
+        """Return the completion, and its drafts, draft tokens and accepted tokens by position."""
         self.limit = len(prompt) + NEW_TOKENS
         generation = self.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
         drafts = [entry for entry in generation.rounds if entry.drafted]
@@ -78,49 +80,52 @@ def stopping_pico() -> FrozenTarget:
 
 @pytest.fixture(scope="session")
 def files(
-    trained: Callable[[str], Path],
+    trained_draft: Callable[[str], Path],
     to_gguf: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Files:
-    """Name -> the draft's folder, and its GGUF file in float32."""
+    """A function from a name to the folder of that draft and to its GGUF file in float32."""
 
-    def found(name: str) -> tuple[Path, Path]:
+    def export_and_convert(name: str) -> tuple[Path, Path]:
         exported, is_model = tmp_path_factory.mktemp("exported") / "draft", name == "draft model"
-        export(trained(name), "gguf", exported, TargetFiles("pico"))
-        return trained(name), to_gguf(
+        export(trained_draft(name), "gguf", exported, TargetFiles("pico"))
+        return trained_draft(name), to_gguf(
             exported, *(() if is_model else ("--target-model-dir", TargetFiles("pico").name))
         )
 
-    return found
+    return export_and_convert
 
 
-def evaluated(folder: Path, target_file: Path, *options: str) -> tuple[dict[str, Any], list[Any]]:
-    """The report and its samples. Speed is not what is tested here, so the gate may say either."""
+def run_eval(folder: Path, target_file: Path, *options: str) -> tuple[dict[str, Any], list[Any]]:
+    """Run an evaluation and return its report and samples.
+
+    The speed is not tested here, so the gate may pass or fail.
+    """
     numbers = {
         "num_speculative_tokens": K,
         "repeats": 1,
         "num_prompts": NUM_PROMPTS,
         "max_new_tokens": NEW_TOKENS,
     }
-    given = [f"eval.{name}={number}" for name, number in numbers.items()]
-    given += [
+    keys = [f"eval.{name}={number}" for name, number in numbers.items()]
+    keys += [
         "eval.engine=llama.cpp",
         f"eval.engine_command={SERVER}",
         f"eval.llama_cpp.model={target_file}",
     ]
-    given += [
+    keys += [
         key
         for key in (*IN_FLOAT32, *THREADS)
         if "draft" not in key or "method=ngram" not in options
-    ]  # which has no draft
-    ran = specdistill(
-        "eval", "target=pico", "suite=pico", "gate=server", f"output_dir={folder}", *given, *options
+    ]  # n-gram lookup has no draft
+    process = specdistill(
+        "eval", "target=pico", "suite=pico", "gate=server", f"output_dir={folder}", *keys, *options
     )
-    assert ran.returncode in (
+    assert process.returncode in (
         ExitCode.DONE,
         ExitCode.CHECK_FAILED,
         ExitCode.INCONCLUSIVE,
-    ), ran.stderr[-4000:]
+    ), process.stderr[-4000:]
     report, samples = read_report(folder)
     assert (
         report["lossless"]["greedy_identical"]
@@ -129,10 +134,10 @@ def evaluated(folder: Path, target_file: Path, *options: str) -> tuple[dict[str,
     return report, samples
 
 
-def both_counts(
+def count_on_both_sides(
     samples: list[Any], target: FrozenTarget, proposer: Proposer
 ) -> tuple[list[Any], list[Any]]:
-    """Those of the server and ours, of each prompt; the completions are the same."""
+    """Return the counts of the server and ours for each prompt; check that completions agree."""
     decoder, there, here = AsLlamaServer(target, proposer), [], []
     prompts = tokenize(
         load_suite("pico"),
@@ -155,7 +160,7 @@ def both_counts(
     return there, here
 
 
-def acceptance_length(counts: list[Any]) -> float:
+def compute_acceptance_length(counts: list[Any]) -> float:
     num_drafts, num_accepted = (
         sum(drafts for drafts, _, _ in counts),
         sum(sum(reached) for _, _, reached in counts),
@@ -173,74 +178,79 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_one_command_measures_what_we_count(
+def test_eval_counts_in_llama_cpp_what_our_decoder_counts(
     name: str, files: Files, target_file: Path, stopping_pico: FrozenTarget, tmp_path: Path
 ) -> None:
     method = METHODS[name]
     draft, file = files(name)
-    given = [
+    keys = [
         f"method={method}",
         f"draft={draft}",
         f"eval.llama_cpp.model_draft={file}",
         f"eval.sweep.concurrency={[*LOADS]}",
     ]
-    report, samples = evaluated(tmp_path / "report", target_file, *given)
+    report, samples = run_eval(tmp_path / "report", target_file, *keys)
     alone, together = samples[:NUM_PROMPTS], samples[NUM_PROMPTS:]
     assert [sample.configuration.batch_size for sample in (alone[0], together[0])] == [*LOADS]
-    # rounding decides a draft's near-ties, and depends on the batch
+    # Rounding decides a draft's near-ties and depends on the batch, so counts differ a little.
     for measured in (alone, together):
-        there, here = both_counts(
+        there, here = count_on_both_sides(
             measured, stopping_pico, load_proposer(method, draft, stopping_pico)
         )
-        assert acceptance_length(there) == pytest.approx(acceptance_length(here), rel=0.03), (
+        assert compute_acceptance_length(there) == pytest.approx(
+            compute_acceptance_length(here), rel=0.03
+        ), (
             there,
             here,
         )
     assert report["target"]["dtype"] == "ALL_F32" and "--parallel 4" in report["engine"]["command"]
 
 
-def test_its_own_lookup_accepts_what_its_rule_does_here(
+def test_llama_cpps_own_lookup_accepts_what_its_rule_does_here(
     target_file: Path, stopping_pico: FrozenTarget, tmp_path: Path
 ) -> None:
     ngram = NgramConfig(rule="llama.cpp", max=2)
-    given = ["method=ngram", "eval.ngram.rule=llama.cpp", f"eval.ngram.max={ngram.max}"]
-    _, samples = evaluated(tmp_path / "report", target_file, *given)
-    there, here = both_counts(
+    keys = ["method=ngram", "eval.ngram.rule=llama.cpp", f"eval.ngram.max={ngram.max}"]
+    _, samples = run_eval(tmp_path / "report", target_file, *keys)
+    there, here = count_on_both_sides(
         samples, stopping_pico, load_proposer("ngram", None, stopping_pico, ngram=ngram)
     )
-    assert there == here and acceptance_length(there) > 1
+    assert there == here and compute_acceptance_length(there) > 1
 
 
-def test_a_lookup_stands_in_front_of_the_draft(
+def test_a_lookup_drafts_in_front_of_the_draft(
     files: Files, target_file: Path, tmp_path: Path
 ) -> None:
     draft, file = files("EAGLE-3, chosen layers")
     lookup = "eval.lookup_first={method: ngram, min: 2, max: 2, draft_tokens: 2}"
-    given = ["method=eagle3", f"draft={draft}", f"eval.llama_cpp.model_draft={file}", lookup]
-    report, _ = evaluated(tmp_path / "report", target_file, *given)
+    keys = ["method=eagle3", f"draft={draft}", f"eval.llama_cpp.model_draft={file}", lookup]
+    report, _ = run_eval(tmp_path / "report", target_file, *keys)
     drafting = (
         "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2"
         " --spec-ngram-simple-size-m 4 --spec-draft-n-max 2"
     )
     assert drafting in report["engine"]["command"]
     row = report["results"][0]
-    assert 2 * row["num_drafts"] < row["num_draft_tokens"] < K * row["num_drafts"]  # both drafted
-    assert all(row["accepted_per_position"])  # the last two by lookups alone
+    # Lookup and draft both drafted.
+    assert 2 * row["num_drafts"] < row["num_draft_tokens"] < K * row["num_drafts"]
+    assert all(row["accepted_per_position"])  # only lookups reach the last two
 
 
-def test_it_knows_every_option_that_it_may_be_given() -> None:
+def test_llama_cpp_knows_every_option_that_specdistill_passes() -> None:
     environment("llama.cpp")
-    known = subprocess.run([SERVER, "--help"], capture_output=True, text=True, check=True).stdout
+    help_text = subprocess.run(
+        [SERVER, "--help"], capture_output=True, text=True, check=True
+    ).stdout
     program = LLAMA_CPP.program
     assert program is not None
-    own = {f"--{name.replace('_', '-')}" for name in LlamaCppConfig.model_fields} - {
+    config_options = {f"--{name.replace('_', '-')}" for name in LlamaCppConfig.model_fields} - {
         "--model-draft"
     }
     options = {
         *re.findall(r"--[a-z-]+", " ".join(LLAMA_CPP.flags.values())),
         *program.measured,
-        *own,
+        *config_options,
         "--spec-type",
     }
     for option in options:
-        assert re.search(rf"(^|[\s,]){option}\b", known, re.M), option
+        assert re.search(rf"(^|[\s,]){option}\b", help_text, re.M), option

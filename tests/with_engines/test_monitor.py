@@ -1,5 +1,4 @@
-"""`specdistill monitor` of a real vLLM says what the answers of that vLLM counted, request by
-request."""
+"""`specdistill monitor` of a real vLLM reports the counts that its answers have."""
 
 import json
 import threading
@@ -47,8 +46,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def complete(
     address: str, warm: threading.Event, ended: threading.Event, completions: list[EngineCompletion]
 ) -> None:
-    """Once all prompts, then until it has ended. warm: vLLM has answered, which takes it seconds
-    the first time."""
+    """Complete every prompt once, then go on until `ended` is set.
+
+    warm: Set when vLLM has answered, which takes seconds the first time.
+    """
     server, client = Server(address, key="server", timeout=100.0), VLLM.client
     assert client is not None
     (model, *_), (tokenizer, *_) = (
@@ -70,7 +71,7 @@ def complete(
         warm.set()
 
 
-def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
+def test_monitor_reports_what_the_answers_counted(address: str, tmp_path: Path) -> None:
     output, completions, warm, ended = (
         tmp_path / "acceptance.json",
         [],
@@ -82,29 +83,27 @@ def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
     client.start()
     try:
         assert warm.wait(timeout=100)
-        watched = main([*keys, f"seconds={WATCHED_S}"])
-        during = json.loads(output.read_text())
+        exit_code = main([*keys, f"seconds={WATCHED_S}"])
+        partial = json.loads(output.read_text())
     finally:
         ended.set()
         client.join()
     assert main([*keys, "seconds=0"]) == 4
-    since_the_start = json.loads(output.read_text())
+    total = json.loads(output.read_text())
     counts = [completion.counts for completion in completions]
-    assert since_the_start["num_drafts"] == sum(count.num_drafts for count in counts)
-    assert since_the_start["num_draft_tokens"] == sum(count.num_draft_tokens for count in counts)
-    assert since_the_start["num_accepted_tokens"] == sum(
-        count.num_accepted_tokens for count in counts
-    )
+    assert total["num_drafts"] == sum(count.num_drafts for count in counts)
+    assert total["num_draft_tokens"] == sum(count.num_draft_tokens for count in counts)
+    assert total["num_accepted_tokens"] == sum(count.num_accepted_tokens for count in counts)
     reached = [sum(count.accepted_per_position[k] for count in counts) for k in range(K)]
-    assert since_the_start["accepted_per_position"] == reached and reached[-1] > 0
+    assert total["accepted_per_position"] == reached and reached[-1] > 0
 
-    assert 0 < during["num_drafts"] <= since_the_start["num_drafts"]
+    assert 0 < partial["num_drafts"] <= total["num_drafts"]
     # A slow machine may answer too few requests, or too slowly, for a verdict.
-    is_slow_machine = during["num_drafts"] < MIN_DRAFTS or "requests take" in during["reason"]
+    is_slow_machine = partial["num_drafts"] < MIN_DRAFTS or "requests take" in partial["reason"]
     if is_slow_machine:
-        assert watched == 4
+        assert exit_code == 4
     else:
-        low, high = during["acceptance_rate_ci95"]
-        assert low < during["acceptance_rate"] < high and watched == (
+        low, high = partial["acceptance_rate_ci95"]
+        assert low < partial["acceptance_rate"] < high and exit_code == (
             1 if high < 0.5 else 0 if low >= 0.5 else 4
         )

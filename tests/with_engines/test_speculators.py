@@ -1,5 +1,7 @@
-"""speculators 0.9 reads heads that are exported for it, and heads that it wrote are read here: each
-step of its unroll gives our logits."""
+"""speculators 0.9 reads heads that are exported for it, and heads that it wrote are read here.
+
+Each step of its unroll gives our logits.
+"""
 
 import json
 from pathlib import Path
@@ -77,7 +79,7 @@ def rows() -> dict[str, Tensor]:
 def cases(
     target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Each case's folder: `head`, and what speculators' unroll of it gave."""
+    """The folder of each case, with `head` and the logits of speculators' unroll of it."""
     python = environment("speculators") / "bin" / "python"
     folder = tmp_path_factory.mktemp("speculators")
     folders = {name: folder / name.replace(" ", "-") for name in [*OURS, *THEIRS]}
@@ -116,8 +118,10 @@ def cases(
 def write_input(
     target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, folder: Path
 ) -> None:
-    """The pairs (next token, features) as speculators takes them: side by side, the last position
-    dropped, counted from 1."""
+    """Write the pairs (next token, features) as speculators takes them.
+
+    They are side by side, without the last position, and positions count from 1.
+    """
     features = target.features(rows["input_ids"], aux_layers, position_ids_BT=rows["position_ids"])
     tensors = {
         "aux": torch.cat(features.aux, dim=-1)[:, :-1],
@@ -132,16 +136,21 @@ def write_input(
 
 
 @torch.no_grad()
-def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> list[Tensor]:
-    """Those [R, W] of each step of the training-time test, at the R positions that the step
-    keeps."""
+def compute_our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> list[Tensor]:
+    """Return the logits [R, W] of each step of the training-time test.
+
+    R are the positions that the step keeps.
+    """
     logits: list[Tensor] = []
 
-    def seen(logits_RW: Tensor, probs_RW: Tensor) -> Tensor:
+    def record_logits(logits_RW: Tensor, probs_RW: Tensor) -> Tensor:
         logits.append(logits_RW)
         return forward_kl(logits_RW, probs_RW)
 
-    unroll, batch = TrainingTimeTest(draft.eval(), seen, NUM_STEPS).eval(), index_batch(rows)
+    unroll, batch = (
+        TrainingTimeTest(draft.eval(), record_logits, NUM_STEPS).eval(),
+        index_batch(rows),
+    )
     unroll(**batch, **unroll.read_target(target, batch))
     positions = batch["loss_positions"]
     return [
@@ -156,7 +165,7 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
 ) -> None:
     draft = load_eagle3(cases[name] / "head", target)
     theirs = load_file(cases[name] / "logits.safetensors")
-    for step, ours_RW in enumerate(our_logits(draft, target, rows)):
+    for step, ours_RW in enumerate(compute_our_logits(draft, target, rows)):
         keep_BT = torch.zeros_like(rows["position_ids"], dtype=torch.bool)
         positions = index_batch(rows)["loss_positions"]
         keep_BT.view(-1)[
@@ -166,7 +175,7 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:
             # Their window stays with the root; in decoding, and here, it moves on with the chain.
-            # Compared until it drops something.
+            # So logits are compared until the window drops a position.
             same_R = rows["position_ids"][keep_BT] + step < draft.config.sliding_window
             ours_RW, theirs_RW = ours_RW[same_R], theirs_RW[same_R]
             assert len(ours_RW) >= 8

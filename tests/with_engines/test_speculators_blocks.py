@@ -1,5 +1,7 @@
-"""speculators 0.9 reads block drafters that are exported for it: the same logits, targets, loss
-mask, confidence and gradients."""
+"""speculators 0.9 reads block drafters that are exported for it.
+
+They have the same logits, targets, loss mask, confidence and gradients there.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def batch() -> dict[str, Any]:
-    """One row of a prompt of two tokens and an answer, then a prompt without: where speculators'
-    mask and borders are ours."""
+    """One row with a prompt of two tokens and its answer, then a prompt without an answer.
+
+    For such a row speculators has our loss mask and borders.
+    """
     ids = torch.randint(4, 260, (1, 44), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[*range(30), *range(14)]])
     rows = {
@@ -57,14 +61,16 @@ def batch() -> dict[str, Any]:
     return index_batch(rows)
 
 
-# Tokens with loss: each is an anchor of theirs. Of ours is each token before one of them.
+# The tokens with loss. Each is an anchor of speculators; ours are the tokens before them.
 FIRST, LAST = 2, 29
-BOTH = slice(1, LAST - FIRST + 1)  # those of our anchors that are theirs, too: all but the first
+BOTH = slice(1, LAST - FIRST + 1)  # our anchors that speculators has, too: all but the first
 
 
-def weights_of(draft: BlockDraft) -> Tensor:
-    """[N, P, W] of the logits in a sum, of those that are learned here: none past the document's
-    end."""
+def make_logit_weights(draft: BlockDraft) -> Tensor:
+    """Return the weights [N, P, W] of the logits in a sum.
+
+    They are zero where a logit is not trained here, such as past the end of the document.
+    """
     shape = LAST - FIRST + 1, BLOCK, draft.config.draft_vocab_size
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     drafted = torch.arange(BLOCK) - draft.config.first_slot + 1
@@ -72,13 +78,15 @@ def weights_of(draft: BlockDraft) -> Tensor:
     return (
         weights
         * ((drafted > 0) & (label <= LAST)).unsqueeze(-1)
-        * same_window(draft).view(-1, 1, 1)
+        * find_anchors_in_window(draft).view(-1, 1, 1)
     )
 
 
-def same_window(draft: BlockDraft) -> Tensor:
-    """[N] bool: whether an anchor's block is within every window. speculators counts that from the
-    anchor, others from each slot."""
+def find_anchors_in_window(draft: BlockDraft) -> Tensor:
+    """Return whether the block of each anchor [N] lies within every window.
+
+    speculators counts a window from the anchor, others from each slot.
+    """
     window = draft.config.sliding_window or 10 * LAST
     return torch.arange(FIRST, LAST + 1) + BLOCK <= window
 
@@ -106,7 +114,7 @@ def cases(
         tensors = {
             "aux": torch.cat(features.aux, -1),
             "last_hidden": last_hidden[-1],
-            "weights": weights_of(draft),
+            "weights": make_logit_weights(draft),
             **{
                 name: batch[name]
                 for name in ("input_ids", "loss_mask", "document_ids", "position_ids")
@@ -135,21 +143,21 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
         load_block(KINDS[method], cases[name] / "head", target),
     )
     assert draft.config == load_block(KINDS[method], cases[name] / "draft", target).config
-    first, seen = draft.config.first_slot, []
+    first, pairs = draft.config.first_slot, []
     objective, confidences = (
-        BlockObjective(draft, lambda *pair: seen.append(pair) or weighted(pair[0]), 64),
+        BlockObjective(draft, lambda *pair: pairs.append(pair) or sum_weighted_logits(pair[0]), 64),
         [],
     )
-    own = objective.prepare(batch, None)
-    counts = own["has_loss"][BOTH]
+    inputs = objective.prepare(batch, None)
+    counts = inputs["has_loss"][BOTH]
     assert theirs["anchors"].tolist() == [*range(FIRST, LAST + 1)]
-    assert own["anchors"][:28].tolist() == [*range(FIRST - 1, LAST)]
-    assert counts[:, 0].all() and counts.sum() == own["has_loss"][1:].sum()
-    weights = torch.zeros(*own["has_loss"].shape, draft.config.draft_vocab_size)
-    weights[BOTH] = weights_of(draft)[:27, first:]
+    assert inputs["anchors"][:28].tolist() == [*range(FIRST - 1, LAST)]
+    assert counts[:, 0].all() and counts.sum() == inputs["has_loss"][1:].sum()
+    weights = torch.zeros(*inputs["has_loss"].shape, draft.config.draft_vocab_size)
+    weights[BOTH] = make_logit_weights(draft)[:27, first:]
     rows_left = iter(weights.flatten(0, 1))
 
-    def weighted(logits_rW: Tensor) -> Tensor:
+    def sum_weighted_logits(logits_rW: Tensor) -> Tensor:
         return (logits_rW * torch.stack([next(rows_left) for _ in logits_rW])).sum(-1)
 
     if draft.confidence_head is not None:
@@ -157,20 +165,20 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
         draft.confidence_head.register_forward_hook(
             lambda module, inputs, output: confidences.append(output.detach())
         )
-    total, _ = objective(**own, **objective.read_target(target, own))
+    total, _ = objective(**inputs, **objective.read_target(target, inputs))
     (total * len(objective.step_weights)).backward()
 
     logits, probs = (
-        torch.cat([pair[part] for pair in seen]).view_as(weights)[BOTH] for part in (0, 1)
+        torch.cat([pair[part] for pair in pairs]).view_as(weights)[BOTH] for part in (0, 1)
     )
     their_logits, their_probs, their_mask = (
         theirs[part][:27, first:] for part in ("logits", "targets", "mask")
     )
     if method == "dflash":
         assert torch.equal(their_mask.cumprod(1).bool(), counts)
-    else:  # theirs is that of the token before the one that a slot predicts
+    else:  # their mask is that of the token before the one that a slot predicts
         assert torch.equal(their_mask[:, 1:].cumprod(1).bool(), counts[:, :-1])
-    counts = counts & same_window(draft)[:27].unsqueeze(1)
+    counts = counts & find_anchors_in_window(draft)[:27].unsqueeze(1)
     torch.testing.assert_close(logits[counts], their_logits[counts], rtol=0, atol=1e-4)
     torch.testing.assert_close(probs[counts], their_probs[counts], rtol=0, atol=1e-5)
     if confidences:

@@ -1,4 +1,4 @@
-"""speculators 0.9 beside us in bench/train.py: a step of its trainers has our loss."""
+"""bench/train.py measures speculators 0.9, too: a step of its trainers has our loss."""
 
 from typing import Any
 
@@ -28,28 +28,28 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_of_speculators_has_our_loss() -> None:
     found = bench.measure_step(bench.Options(**TINY, row_lengths=[64, 16]))
-    check(found["layouts"])
+    check_losses(found["layouts"])
 
 
 def test_a_step_of_blocks_has_our_loss() -> None:
-    """Of all tokens that may be anchors: neither side draws some.
+    """Every token that may be an anchor is one, so that neither side draws anchors.
 
     Ours has one anchor more in each document, the token before the first one with loss, so that the
     two means differ a little; test_speculators_blocks.py compares the losses of the anchors that
     both have.
     """
     blocks = {"block_size": 4, "num_anchors": TINY["num_tokens"]}
-    check(
+    check_losses(
         bench.measure_block(bench.Options(**TINY, row_lengths=[64, 16], **blocks))["layouts"],
-        of_theirs=0.01,
+        rel_of_theirs=0.01,
     )
 
 
-def check(layouts: list[dict[str, Any]], *, of_theirs: float = 1e-4) -> None:
-    for each in layouts:
-        losses = {name: own["loss"] for name, own in each["trainers"].items()}
+def check_losses(layouts: list[dict[str, Any]], *, rel_of_theirs: float = 1e-4) -> None:
+    for layout in layouts:
+        losses = {name: trainer["loss"] for name, trainer in layout["trainers"].items()}
         assert losses.keys() == {"ours", "plain", "sdpa", "eager"}
         assert losses["plain"] == pytest.approx(losses["ours"], rel=1e-4)
         assert losses["eager"] == pytest.approx(losses["sdpa"], rel=1e-4)
-        assert losses["sdpa"] == pytest.approx(losses["ours"], rel=of_theirs)
-        assert each["ratios"].keys() == {"plain", "sdpa", "eager"}
+        assert losses["sdpa"] == pytest.approx(losses["ours"], rel=rel_of_theirs)
+        assert layout["ratios"].keys() == {"plain", "sdpa", "eager"}

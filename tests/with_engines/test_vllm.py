@@ -1,5 +1,7 @@
-"""vLLM 0.32 on a CPU, in float32: with our drafts it generates what the target generates, and its
-counters are ours, prompt by prompt."""
+"""vLLM 0.32 on a CPU, in float32, generates what the target generates, with any of our drafts.
+
+Its counters are those of our decoder, prompt by prompt.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -39,7 +41,7 @@ pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environm
 
 MAX_LENGTH = 512
 PROGRAM = Path(__file__).with_name("run_vllm.py")
-# Name -> method, draft, and the engine it is exported for: None is the folder as training left it.
+# Each case's method, its draft, and the engine of the export; None is the folder of the training.
 DRAFTS: dict[str, tuple[str, str, str | None]] = {
     "EAGLE-3.1 as trained": ("eagle3", "EAGLE-3.1", None),
     "EAGLE-3.1, engine=vllm": ("eagle3", "EAGLE-3.1", "vllm"),
@@ -59,7 +61,7 @@ PREDICTED = "multi-token prediction"
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides generated, and what the target generates alone in vLLM."""
+    """The completions of both sides, and those of the target alone in vLLM."""
 
     here: list[Completion]
     there: list[Completion]
@@ -68,8 +70,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """What vLLM is to do. `options`: arguments of `vllm.LLM`; `num_speculative_tokens`: K, 0
-    without a draft."""
+    """Prompts that vLLM completes.
+
+    Attributes:
+        options: The arguments of `vllm.LLM`.
+        prompts: The token ids of each prompt.
+        max_new_tokens: The length of each completion.
+        num_speculative_tokens: K; 0 without a draft.
+    """
 
     options: dict[str, Any]
     prompts: Sequence[Sequence[int]]
@@ -77,44 +85,50 @@ class Job:
     num_speculative_tokens: int = 0
 
 
-def plain_options(target: str) -> dict[str, Any]:
+def make_plain_options(target: str) -> dict[str, Any]:
     return {"model": target, "dtype": "float32", "max_model_len": MAX_LENGTH}
 
 
-def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
-    """What a draft adds to those, or replaces."""
-    named = (
+def make_draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
+    """Return the options that a draft adds to the plain ones, or replaces."""
+    method_options = (
         {"method": "draft_model", "parallel_drafting": True}
         if method == "pard"
         else {"method": method}
     )
     options = {
-        "speculative_config": {**named, "model": folder, "num_speculative_tokens": num_tokens}
+        "speculative_config": {
+            **method_options,
+            "model": folder,
+            "num_speculative_tokens": num_tokens,
+        }
     }
     return options | ({"model": folder} if method == "mtp" else {})
 
 
 def generate_in_vllm(jobs: Sequence[Job], folder: Path) -> list[list[Completion]]:
-    """The completions of each job, done one after the other in one process of vLLM's own Python."""
-    to_do, results = folder / "jobs.json", folder / "results.json"
-    to_do.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-    run(environment("vllm") / "bin" / "python", PROGRAM, to_do, results)
+    """Run the jobs in one process of vLLM's own Python and return the completions of each job."""
+    jobs_file, results = folder / "jobs.json", folder / "results.json"
+    jobs_file.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    run(environment("vllm") / "bin" / "python", PROGRAM, jobs_file, results)
 
-    def completion(row: dict[str, Any]) -> Completion:
+    def read_completion(row: dict[str, Any]) -> Completion:
         counts = Counts(
             row["num_drafts"], row["num_draft_tokens"], tuple(row["accepted_per_position"])
         )
         return Completion(tuple(row["token_ids"]), counts)
 
     return [
-        [completion(row) for row in rows]
+        [read_completion(row) for row in rows]
         for rows in json.loads(results.read_text(encoding="utf-8"))
     ]
 
 
 class EarliestMatch(NgramLookup):
-    """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what
-    follows it in the text."""
+    """A lookup by vLLM's rule.
+
+    It takes the longest n-gram that occurs before, and drafts the text after its first occurrence.
+    """
 
     def find(self, text: list[int], k: int) -> list[int]:
         for n in range(self.max, self.min - 1, -1):
@@ -128,46 +142,59 @@ class EarliestMatch(NgramLookup):
 def cases(
     pico: FrozenTarget,
     prompts: list[tuple[int, ...]],
-    trained: Callable[[str], Path],
+    trained_draft: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Case]:
-    """All in one process of vLLM; n-gram lookup comes last, for with it vLLM takes numba's
-    threads."""
+    """The cases by name, all generated in one process of vLLM.
+
+    n-gram lookup comes last, because vLLM sets numba's threads for it.
+    """
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles("pico")
-    generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
-    plain = Job(plain_options(files.name), prompts, NUM_TOKENS)
-    jobs, here = {"plain": plain}, {"plain": generated_here(pico, None, prompts)}
+    generate_tokens_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
+    plain = Job(make_plain_options(files.name), prompts, NUM_TOKENS)
+    jobs, here = {"plain": plain}, {"plain": generate_tokens_here(pico, None, prompts)}
 
     def add(name: str, changes: dict[str, Any]) -> None:
         jobs[name] = Job(plain.options | changes, prompts, NUM_TOKENS, K)
 
     for name, (method, draft, engine) in (DRAFTS | {LAYERS: ("dflash", LAYERS, "vllm")}).items():
-        served = trained(draft)
+        served = trained_draft(draft)
         if engine:
             served = folder / name.replace(" ", "-")
-            export(trained(draft), engine, served, files, num_speculative_tokens=K)
-        # speculators' folder names target and K itself.
+            export(trained_draft(draft), engine, served, files, num_speculative_tokens=K)
+        # The folder for speculators names the target and K itself.
         add(
             name,
             {"model": str(served)}
             if engine == "speculators"
-            else draft_options(method, str(served), K),
+            else make_draft_options(method, str(served), K),
         )
-        here[name] = generated_here(
-            pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K
+        here[name] = generate_tokens_here(
+            pico,
+            load_proposer(method, trained_draft(draft), pico),
+            prompts,
+            num_speculative_tokens=K,
         )
     here[ONE_OFF] = here["EAGLE-3, engine=vllm"]
-    add(ONE_OFF, draft_options("eagle3", str(one_off(jobs["EAGLE-3, engine=vllm"], folder)), K))
-
-    target, served, draft = mixture_of_experts(folder)
-    texts = [list(range(5 + start, 25 + start)) for start in range(3)]
-    jobs["experts"] = Job(plain_options(target.name), texts, NUM_TOKENS)
-    jobs[PREDICTED] = Job(
-        plain_options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K
+    add(
+        ONE_OFF,
+        make_draft_options(
+            "eagle3", str(copy_draft_one_off(jobs["EAGLE-3, engine=vllm"], folder)), K
+        ),
     )
-    here["experts"] = generated_here(target, None, texts)
-    here[PREDICTED] = generated_here(
+
+    target, served, draft = build_mixture_of_experts(folder)
+    texts = [list(range(5 + start, 25 + start)) for start in range(3)]
+    jobs["experts"] = Job(make_plain_options(target.name), texts, NUM_TOKENS)
+    jobs[PREDICTED] = Job(
+        make_plain_options(target.name) | make_draft_options("mtp", str(served), K),
+        texts,
+        NUM_TOKENS,
+        K,
+    )
+    here["experts"] = generate_tokens_here(target, None, texts)
+    here[PREDICTED] = generate_tokens_here(
         target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K
     )
 
@@ -178,7 +205,7 @@ def cases(
         "prompt_lookup_max": 3,
     }
     add("n-gram", {"speculative_config": ngram})
-    here["n-gram"] = generated_here(
+    here["n-gram"] = generate_tokens_here(
         pico, LookupProposer(EarliestMatch(1, 3)), prompts, num_speculative_tokens=K
     )
 
@@ -190,22 +217,24 @@ def cases(
     return {name: Case(here[name], texts_there[name], alone[name]) for name in jobs}
 
 
-def one_off(job: Job, folder: Path) -> Path:
-    """The draft of a job again, its config naming the layer after each that it reads."""
-    served, wrong = Path(job.options["speculative_config"]["model"]), folder / "one-off"
-    wrong.mkdir()
-    (wrong / "model.safetensors").symlink_to(served / "model.safetensors")
+def copy_draft_one_off(job: Job, folder: Path) -> Path:
+    """Copy the draft of a job; the copy's config names the layer after each that it reads."""
+    served, changed_draft = Path(job.options["speculative_config"]["model"]), folder / "one-off"
+    changed_draft.mkdir()
+    (changed_draft / "model.safetensors").symlink_to(served / "model.safetensors")
     config = json.loads((served / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [
         layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]
     ]
-    (wrong / "config.json").write_text(json.dumps(config))
-    return wrong
+    (changed_draft / "config.json").write_text(json.dumps(config))
+    return changed_draft
 
 
-def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
-    """A random GLM-4 with experts, its checkpoint with a multi-token-prediction layer that knows
-    some of its texts, and that layer."""
+def build_mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
+    """Return a random GLM-4 with experts, its checkpoint with an MTP layer, and that layer.
+
+    The layer learned some of the texts that the model generates.
+    """
     torch.manual_seed(0)
     config = Glm4MoeConfig(
         vocab_size=260,
@@ -230,7 +259,7 @@ def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
     target = FrozenTarget.load(str(folder / "experts"))
     ignore_stop_tokens(target)
     draft = build_mtp(target, init="scratch")
-    learn(draft, target)
+    train_layer(draft, target)
     save_mtp(draft, folder / "layer")
     export(
         folder / "layer",
@@ -242,8 +271,8 @@ def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
     return target, folder / "experts-with-layer", folder / "layer"
 
 
-def learn(draft: Any, target: FrozenTarget) -> None:
-    """A few steps on what the target generates after other prompts than those of the test."""
+def train_layer(draft: Any, target: FrozenTarget) -> None:
+    """Train for a few steps on what the target generates after other prompts than the tests'."""
     starts = [[5 + start, *range(60 + start, 79 + start)] for start in range(0, 64, 4)]
     ids = torch.tensor(
         [
@@ -260,17 +289,19 @@ def learn(draft: Any, target: FrozenTarget) -> None:
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
     }
     rows, unroll = index_batch(columns), TrainingTimeTest(draft, forward_kl, num_steps=K)
-    seen = unroll.read_target(target, rows)
+    target_outputs = unroll.read_target(target, rows)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(30):
-        loss, _ = unroll(**rows, **seen)
+        loss, _ = unroll(**rows, **target_outputs)
         optimizer.zero_grad()
         (loss / ids.numel()).backward()
         optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["plain", "experts", *DRAFTS, "n-gram"])
-def test_vllm_writes_the_same_text_and_counts_as_we_do(cases: dict[str, Case], name: str) -> None:
+def test_vllm_generates_our_text_and_counts_as_our_decoder(
+    cases: dict[str, Case], name: str
+) -> None:
     case, number = cases[name], len(cases[name].here)
     assert (
         count_identical_completions(case.there, case.plain)
@@ -281,8 +312,10 @@ def test_vllm_writes_the_same_text_and_counts_as_we_do(cases: dict[str, Case], n
 
 
 def test_vllm_drafts_with_a_layer_in_the_targets_checkpoint(cases: dict[str, Case]) -> None:
-    """The text is the same; counts may differ by one a prompt, for vLLM's experts are other code,
-    and the layer is often undecided."""
+    """The text is the same, but counts may differ by one for each prompt.
+
+    vLLM computes experts with other code, and the layer is often undecided between tokens.
+    """
     case = cases[PREDICTED]
     assert (
         count_identical_completions(case.there, case.plain)
@@ -298,15 +331,15 @@ def test_vllm_drafts_with_a_layer_in_the_targets_checkpoint(cases: dict[str, Cas
 
 
 @pytest.mark.parametrize("name", [*DRAFTS, PREDICTED, "n-gram"])
-def test_there_is_something_to_count(cases: dict[str, Case], name: str) -> None:
+def test_some_draft_tokens_are_accepted(cases: dict[str, Case], name: str) -> None:
     counts = sum_counts(cases[name].there)
     first, second = counts.accepted_per_position[:2]
     assert counts.num_drafts > first > second > 0
 
 
 @pytest.mark.parametrize("name", [ONE_OFF, LAYERS])
-def test_a_fault_is_told_from_its_counts_alone(cases: dict[str, Case], name: str) -> None:
-    """A draft that reads the next layers, and a fault of vLLM's DFlash on a CPU.
+def test_a_fault_shows_in_the_counts_alone(cases: dict[str, Case], name: str) -> None:
+    """The faults are a draft that reads the next layers, and one of vLLM's DFlash on a CPU.
 
     vLLM normalises the keys of all layers as those of the first: with several layers it drafts
     other tokens. A release in which this fails has mended it.

@@ -1,5 +1,7 @@
-"""`specdistill data make` from a real vLLM: greedy answers are what transformers generates from the
-same contexts."""
+"""`specdistill data make` generates with a real vLLM.
+
+Greedy answers are what transformers generates from the same contexts.
+"""
 
 import json
 import re
@@ -27,28 +29,34 @@ MODEL = str(PICO)
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of vLLM with pico, whose generation_config.json says top_k 1 and a penalty: vLLM applies them
-    wherever a request leaves them out."""
+    """The address of a vLLM with pico, whose generation_config.json has top_k 1 and a penalty.
+
+    vLLM applies them wherever a request leaves them out.
+    """
     folder = tmp_path_factory.mktemp("vllm")
     model = shutil.copytree(MODEL, folder / "model")
-    # what ends its answers stays
-    own = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
-    config = own | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5}
+    # The stop tokens stay.
+    generation_config = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
+    config = generation_config | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5}
     (model / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     with serving(folder / "log", str(model), "--served-model-name", MODEL) as served:
         yield served
 
 
 def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> None:
-    """Conversations of two turns: each is answered after the one before it, and ends with the token
-    that ended it."""
-    asked = [
+    """Conversations have two turns: each answer follows the one before it, and ends with its stop
+    token."""
+    conversations = [
         [f"What does `{name}` do?", "And in one line?"]
         for name in ("map", "zip", "sorted", "open", "len", "sum")
     ]
     turns = [
-        [{"role": role, "content": content} for content in both for role in ("user", "assistant")]
-        for both in asked
+        [
+            {"role": role, "content": content}
+            for content in questions
+            for role in ("user", "assistant")
+        ]
+        for questions in conversations
     ]
     (tmp_path / "rows.jsonl").write_text(
         "\n".join(json.dumps({"messages": messages}) for messages in turns), encoding="utf-8"
@@ -75,7 +83,9 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
     assert documents
     for row in documents:
         mask = "".join(map(str, row["loss_mask"]))
-        assert any(both[0] in tokenizer.decode(row["input_ids"]) for both in asked)
+        assert any(
+            questions[0] in tokenizer.decode(row["input_ids"]) for questions in conversations
+        )
         for answer in re.finditer("1+", mask):
             ids = torch.tensor([row["input_ids"][: answer.start()]])
             options = {"max_new_tokens": 128 - ids.shape[1], "do_sample": False, "pad_token_id": 0}
@@ -85,10 +95,10 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
             assert row["input_ids"][answer.start() : answer.end()] == expected
 
 
-def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
+def test_requests_override_the_sampling_of_the_model(address: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     ids = list(tokenizer("def read(path):\n")["input_ids"])
-    told = ServerTokenizer(tokenizer, [tokenizer.eos_token_id], {})
+    server_tokenizer = ServerTokenizer(tokenizer, [tokenizer.eos_token_id], {})
     server = CompletionServer(address, 60.0)
     server.find_model([MODEL])
 
@@ -97,20 +107,20 @@ def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
             server,
             ids,
             GenerationTask("", GenerationPrompt(ids), temperature, seed, len(ids) + 24),
-            told,
+            server_tokenizer,
         )
 
     sampled = {tuple(answer(1.0, seed).token_ids) for seed in range(6)}
     greedy = answer(0.0, 0).token_ids
-    left_out = {
+    body = {
         "model": server.model,
         "prompt": ids,
         "max_tokens": 24,
         "temperature": 1.0,
         "return_token_ids": True,
     }
-    theirs = {tuple(server.complete({**left_out, "seed": seed}).token_ids) for seed in range(6)}  # type: ignore[union-attr, arg-type]
-    assert len(theirs) == 1 and len(sampled) == 6
+    defaults = {tuple(server.complete({**body, "seed": seed}).token_ids) for seed in range(6)}  # type: ignore[union-attr, arg-type]
+    assert len(defaults) == 1 and len(sampled) == 6
     prompt = torch.tensor([ids])
     options = {
         "max_new_tokens": 24,

@@ -1,8 +1,7 @@
-"""A feature store that a real vLLM fills: what it makes of pico agrees with our own pass, and a
-head trains from it offline.
+"""A real vLLM fills a feature store, from which a head trains offline.
 
-What it gives with what it generates agrees with what it makes of that later, and takes no second
-request.
+The hidden states of pico agree with those of our own pass. Those that vLLM returns with a
+completion agree with those of a later request for the same text, and save that request.
 """
 
 import json
@@ -25,18 +24,18 @@ LAYERS = (2, 8, 13)
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that vLLM writes to, with its log."""
+    """The folder that vLLM writes hidden states to, and its log."""
     return tmp_path_factory.mktemp("states")
 
 
 @pytest.fixture(scope="module")
 def address(states: Path) -> Iterator[str]:
-    """Of vLLM with pico, with the connector."""
-    of = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 16]}}
+    """The address of a vLLM with pico that writes hidden states."""
+    draft_config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 16]}}
     extract = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": of,
+        "draft_model_config": draft_config,
     }
     connector = {
         "kv_connector": "HiddenStatesOnCpu",
@@ -54,8 +53,8 @@ def address(states: Path) -> Iterator[str]:
         yield served
 
 
-def command(folder: Path, *arguments: str, regenerate: str = "null") -> str:
-    """What it says."""
+def run_command(folder: Path, *arguments: str, regenerate: str = "null") -> str:
+    """Run a command on the rows of a folder and return what it printed to stderr."""
     keys = [
         "recipe=pico/eagle3",
         f"data.regenerate={regenerate}",
@@ -87,7 +86,7 @@ def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> 
     rows = [json.dumps({"text": text}) for text in source[:24]]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     for name, servers in (("own", []), ("vllm", [f"hidden_states.server=[{address}]"])):
-        command(
+        run_command(
             tmp_path,
             "data",
             "features",
@@ -109,14 +108,14 @@ def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> 
         f"hidden_states.path={tmp_path / 'vllm'}",
         f"train.output_dir={tmp_path / 'run'}",
     ]
-    command(tmp_path, "train", *trained)
+    run_command(tmp_path, "train", *trained)
     assert (tmp_path / "run" / "draft" / "model.safetensors").exists()
 
 
 def test_rows_and_features_in_one_request_are_those_of_two(
     address: str, states: Path, tmp_path: Path
 ) -> None:
-    asked = [
+    questions = [
         "What does `map` do?",
         "And `zip`?",
         "Sort a list.",
@@ -125,8 +124,8 @@ def test_rows_and_features_in_one_request_are_those_of_two(
         "Sum two numbers.",
     ]
     rows = [
-        {"messages": [{"role": "user", "content": it}, {"role": "assistant", "content": "?"}]}
-        for it in asked
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "?"}]}
+        for text in questions
     ]
     rows += [
         {"text": text}
@@ -141,28 +140,28 @@ def test_rows_and_features_in_one_request_are_those_of_two(
     def num_requests() -> int:
         return (states / "log").read_text().count("POST /v1/completions")
 
-    def made(verb: str, name: str) -> tuple[str, int]:
-        """What it says, and its requests."""
+    def run_data(verb: str, name: str) -> tuple[str, int]:
+        """Run `data make` or `data features`; return its output and its number of requests."""
         keys, before = (
             ["hidden_states.mode=hybrid", f"hidden_states.path={tmp_path / name}"],
             num_requests(),
         )
         keys.append(f"hidden_states.server=[{address}]")
         return (
-            command(tmp_path, "data", verb, *keys, regenerate=regenerate),
+            run_command(tmp_path, "data", verb, *keys, regenerate=regenerate),
             num_requests() - before,
         )
 
-    made("make", "one")
+    run_data("make", "one")
     num_generated = len(list((tmp_path / "one" / "generated").iterdir()))
     assert num_generated > 10 and not list(states.glob("*.safetensors*"))
-    said, num_asked = made("features", "one")
-    # of the first row, to compare
-    assert "kept while generating" in said and 0 < num_asked < num_generated / 2
-    _, num_asked = made("features", "two")
+    printed, num_asked = run_data("features", "one")
+    # The hidden states of the first row are requested again, to compare them.
+    assert "kept while generating" in printed and 0 < num_asked < num_generated / 2
+    _, num_asked = run_data("features", "two")
     shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
     assert shards and not (tmp_path / "one" / "generated").exists()
-    # a generated document that no row of tokens has room for is not asked for
+    # A generated document that no packed row has room for is not requested.
     num_packed = sum(
         int(load_file(tmp_path / "two" / shard)["num_documents"].sum()) for shard in shards
     )

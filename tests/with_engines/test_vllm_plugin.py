@@ -1,5 +1,7 @@
-"""The plugin in a real vLLM, on a CPU in float32: a lookup in front of a head accepts what it
-accepts in our decoder, prompt by prompt."""
+"""The plugin runs in a real vLLM, on a CPU in float32.
+
+A lookup in front of a head accepts what it accepts in our decoder, prompt by prompt.
+"""
 
 import json
 import os
@@ -31,11 +33,11 @@ LOOKUP = LookupFirstConfig(min=2, max=5, draft_tokens=3)
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return install_plugin(tmp_path_factory.mktemp("site"))
 
 
-def evaluated(
+def run_eval(
     method: str, draft: Path, folder: Path, python_path: str, *more: str
 ) -> "subprocess.CompletedProcess[str]":
     engine = (
@@ -78,16 +80,23 @@ BEHIND = f"eval.lookup_first={LOOKUP.model_dump_json(exclude_none=True)}"
 def test_a_lookup_in_front_of_a_draft_accepts_what_it_does_here(
     method: str,
     name: str,
-    installed: str,
-    trained: Callable[[str], Path],
+    plugin_path: str,
+    trained_draft: Callable[[str], Path],
     pico: FrozenTarget,
     tmp_path: Path,
 ) -> None:
-    """One request at a time and four at once; every counter is ours, and the output is plain
-    vLLM's."""
-    draft = trained(name)
-    done = evaluated(
-        method, draft, tmp_path / "report", installed, BEHIND, f"eval.sweep.concurrency={[*LOADS]}"
+    """With one request at a time and with four, every counter is that of our decoder.
+
+    The output is that of vLLM without a draft.
+    """
+    draft = trained_draft(name)
+    done = run_eval(
+        method,
+        draft,
+        tmp_path / "report",
+        plugin_path,
+        BEHIND,
+        f"eval.sweep.concurrency={[*LOADS]}",
     )
     assert done.returncode in (
         ExitCode.DONE,
@@ -127,21 +136,22 @@ def test_a_lookup_in_front_of_a_draft_accepts_what_it_does_here(
             counts = (
                 there.counts.num_drafts,
                 there.counts.num_draft_tokens,
-                padded(there.counts.accepted_per_position),
+                pad_to_k(there.counts.accepted_per_position),
             )
             assert Counts(*counts) == here.counts
     assert sum_counts(cascade).mean_acceptance_length > sum_counts(head).mean_acceptance_length
-    assert sum_counts(cascade).accepted_per_position[-1] > 0  # further than the draft goes
+    # The draft alone does not reach the last position.
+    assert sum_counts(cascade).accepted_per_position[-1] > 0
 
 
-def padded(accepted: tuple[int, ...]) -> tuple[int, ...]:
+def pad_to_k(accepted: tuple[int, ...]) -> tuple[int, ...]:
     return (*accepted, *[0] * (K - len(accepted)))
 
 
 def test_without_the_plugin_nothing_is_measured(
-    trained: Callable[[str], Path], tmp_path: Path
+    trained_draft: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    done = evaluated("eagle3", trained("EAGLE-3.1"), tmp_path / "report", "", BEHIND)
+    done = run_eval("eagle3", trained_draft("EAGLE-3.1"), tmp_path / "report", "", BEHIND)
     assert done.returncode == ExitCode.RESOURCE_ERROR
     assert "does not use the lookup" in done.stderr and "specdistill[vllm]" in done.stderr
     assert not (tmp_path / "report" / "report.json").exists()
@@ -163,19 +173,20 @@ def test_without_the_plugin_nothing_is_measured(
 def test_a_vllm_that_cannot_look_up_does_not_start(
     changes: dict[str, Any],
     said: str,
-    installed: str,
-    trained: Callable[[str], Path],
+    plugin_path: str,
+    trained_draft: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    """This build has no model runner V2, and schedules synchronously whatever it is told."""
-    given = {
+    """Other refusals cannot be tested: the CPU build has no model runner V2, and schedules
+    synchronously whatever its options say."""
+    variables = {
         **QUICK_VLLM,
-        "PYTHONPATH": installed,
+        "PYTHONPATH": plugin_path,
         LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True),
     }
     config = {
         "method": "eagle3",
-        "model": str(trained("EAGLE-3.1")),
+        "model": str(trained_draft("EAGLE-3.1")),
         "num_speculative_tokens": K,
         **changes,
     }
@@ -195,7 +206,7 @@ def test_a_vllm_that_cannot_look_up_does_not_start(
         "--block-size",
         "32",
     ]
-    line = ["env", *(f"{name}={value}" for name, value in given.items()), *words]
+    line = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
     with (
         pytest.raises(ResourceError, match=f"{LOOKUP_VARIABLE}: got {said}"),
         start_server(line, tmp_path / "log", key="eval.engine_command"),

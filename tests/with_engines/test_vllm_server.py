@@ -1,5 +1,7 @@
-"""`specdistill eval eval.engine=vllm` starts a real vLLM, on a CPU in float32, and counts what we
-count; nothing of it is left."""
+"""`specdistill eval eval.engine=vllm` starts a real vLLM, on a CPU in float32.
+
+It counts what our decoder counts, and leaves no process.
+"""
 
 import json
 import os
@@ -39,39 +41,39 @@ NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def command(draft: Path | None, folder: Path) -> list[str]:
-    """draft: of EAGLE-3; None: n-gram lookup."""
+def build_command(draft: Path | None, folder: Path) -> list[str]:
+    """Return the command that evaluates an EAGLE-3 draft, or n-gram lookup if it is None."""
     engine = f"{environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
-    given = [
+    keys = [
         "target=pico",
         *(["method=eagle3", f"draft={draft}"] if draft else ["method=ngram", "eval.ngram.min=2"]),
     ]
-    given += ["suite=pico", "gate=server", f"output_dir={folder}"]
-    given += [
+    keys += ["suite=pico", "gate=server", f"output_dir={folder}"]
+    keys += [
         "eval.engine=vllm",
         f"eval.engine_command={engine}",
         f"eval.num_speculative_tokens={K}",
         "eval.repeats=1",
     ]
-    given += [
+    keys += [
         f"eval.num_prompts={NUM_PROMPTS}",
         f"eval.max_new_tokens={NEW_TOKENS}",
         f"eval.sweep.concurrency={[*LOADS]}",
     ]
-    return [sys.executable, "-m", "specdistill", "eval", *given]
+    return [sys.executable, "-m", "specdistill", "eval", *keys]
 
 
-def evaluating(
+def start_eval(
     draft: Path | None, folder: Path, variables: dict[str, str] = QUICK_VLLM
 ) -> "subprocess.Popen[str]":
     surroundings = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True
+        build_command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
 
 
-def when_asked(side: "subprocess.Popen[str]", folder: Path) -> list[psutil.Process]:
-    """All processes of vLLM's server and of the guard, once it is measured."""
+def wait_for_request(side: "subprocess.Popen[str]", folder: Path) -> list[psutil.Process]:
+    """Wait until vLLM has a request, and return the processes of its server and of the guard."""
     log = folder / "engine" / "plain.log"
     while not (log.is_file() and "POST /v1/completions" in log.read_text()):
         assert side.poll() is None, side.stderr and side.stderr.read()[-4000:]
@@ -79,32 +81,34 @@ def when_asked(side: "subprocess.Popen[str]", folder: Path) -> list[psutil.Proce
     return psutil.Process(side.pid).children(recursive=True)
 
 
-def check_gone(processes: list[psutil.Process], shared: set[Path]) -> None:
+def check_gone(processes: list[psutil.Process], shared_memory_files: set[Path]) -> None:
     assert len(processes) > 3  # vLLM's server, its core, and the guard
     _, alive = psutil.wait_procs(
         [process for process in processes if process.is_running()], timeout=20
     )
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert set(SHARED_MEMORY.glob("*")) <= shared
+    assert set(SHARED_MEMORY.glob("*")) <= shared_memory_files
 
 
 @pytest.fixture
-def shared() -> set[Path]:
-    """What is in shared memory before."""
+def shared_memory_files() -> set[Path]:
+    """The files in shared memory before the test."""
     return set(SHARED_MEMORY.glob("*"))
 
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in QUIET_VLLM.items():
         monkeypatch.setenv(name, value)
 
 
-def evaluated(draft: Path | None, folder: Path) -> Path:
-    """The folder of the report. Its speed is not what is tested here, so the gate may say
-    either."""
+def run_eval(draft: Path | None, folder: Path) -> Path:
+    """Run an evaluation and return the folder of its report.
+
+    The speed is not tested here, so the gate may pass or fail.
+    """
     before = set(SHARED_MEMORY.glob("*"))
-    with evaluating(draft, folder) as side:
+    with start_eval(draft, folder) as side:
         printed = side.communicate()[1]
     assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
         printed[-4000:]
@@ -114,15 +118,17 @@ def evaluated(draft: Path | None, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return evaluated(trained("EAGLE-3.1"), tmp_path_factory.mktemp("measured") / "report")
+def report_folder(
+    trained_draft: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return run_eval(trained_draft("EAGLE-3.1"), tmp_path_factory.mktemp("measured") / "report")
 
 
-def test_one_command_measures_what_we_count(
-    measured: Path, pico: FrozenTarget, trained: Callable[[str], Path]
+def test_eval_counts_in_vllm_what_our_decoder_counts(
+    report_folder: Path, pico: FrozenTarget, trained_draft: Callable[[str], Path]
 ) -> None:
     """vLLM also counts what it accepts past the end of a completion, as `generate_here` does."""
-    report, samples = read_report(measured)
+    report, samples = read_report(report_folder)
     assert report["lossless"]["greedy_identical"]
     assert report["lossless"]["prompts_checked"] == NUM_PROMPTS
     assert report["engine"]["version"].startswith("0.32.")
@@ -133,7 +139,7 @@ def test_one_command_measures_what_we_count(
         max_length=512,
         num_prompts=NUM_PROMPTS,
     )
-    proposer = load_proposer("eagle3", trained("EAGLE-3.1"), pico)
+    proposer = load_proposer("eagle3", trained_draft("EAGLE-3.1"), pico)
     alone, together = samples[:NUM_PROMPTS], samples[NUM_PROMPTS:]
     assert [sample.configuration.batch_size for sample in (alone[0], together[0])] == [*LOADS]
     for prompt, sample in zip(prompts, alone, strict=True):
@@ -163,7 +169,7 @@ def test_one_command_measures_what_we_count(
 def test_vllms_own_lookup_accepts_what_its_rule_does_here(
     pico: FrozenTarget, tmp_path: Path
 ) -> None:
-    report, samples = read_report(evaluated(None, tmp_path / "report"))
+    report, samples = read_report(run_eval(None, tmp_path / "report"))
     assert report["lossless"]["greedy_identical"] and report["draft"] == {
         "model": None,
         "revision": None,
@@ -192,16 +198,18 @@ def test_vllms_own_lookup_accepts_what_its_rule_does_here(
         )
 
 
-def test_speed_is_measured_at_both_loads(measured: Path) -> None:
-    report, _ = read_report(measured)
+def test_speed_is_measured_at_both_loads(report_folder: Path) -> None:
+    report, _ = read_report(report_folder)
     alone, together = (row for row in report["results"] if row["category"] == "all")
     assert together["baseline_tokens_per_second"] > alone["baseline_tokens_per_second"]
     assert together["speedup"] > 0
 
 
-def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
-    """vLLM accepts as many tokens of whatever is drafted, here by pico for itself: in every round
-    one, in three of five a second."""
+def test_eval_measures_a_synthetic_acceptance_length(tmp_path: Path) -> None:
+    """vLLM accepts as many tokens as it is told, whatever is drafted; here pico drafts for itself.
+
+    Every round accepts one token, and three of five rounds accept a second one.
+    """
     length = 2.6
     drafts = {"method": "draft_model", "model": str(PICO), "num_speculative_tokens": K}
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
@@ -241,22 +249,22 @@ def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
     assert [reached[0], *reached[2:]] == [sum(count.num_drafts for count in counts), 0, 0]
 
 
-def test_after_sigkill_no_process_is_left(
-    trained: Callable[[str], Path], tmp_path: Path, shared: set[Path]
+def test_sigkill_of_eval_leaves_no_process(
+    trained_draft: Callable[[str], Path], tmp_path: Path, shared_memory_files: set[Path]
 ) -> None:
-    """Of this side; `tests/serving/engines/test_start.py` kills the others."""
-    # vLLM with all processes that a user's has
-    with evaluating(trained("EAGLE-3.1"), tmp_path / "report", QUIET_VLLM) as side:
-        processes = when_asked(side, tmp_path / "report")
+    """Here eval is killed; `tests/serving/engines/test_start.py` kills the other processes."""
+    # QUIET_VLLM has all the processes that vLLM has for a user.
+    with start_eval(trained_draft("EAGLE-3.1"), tmp_path / "report", QUIET_VLLM) as side:
+        processes = wait_for_request(side, tmp_path / "report")
         side.kill()
-    check_gone(processes, shared)
+    check_gone(processes, shared_memory_files)
 
 
-def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
-    quiet: None, trained: Callable[[str], Path], tmp_path: Path
+def test_the_error_for_a_draft_that_does_not_load_is_vllms_first_exception(
+    quiet_vllm: None, trained_draft: Callable[[str], Path], tmp_path: Path
 ) -> None:
     export(
-        trained("EAGLE-3.1"),
+        trained_draft("EAGLE-3.1"),
         "vllm",
         tmp_path / "draft",
         TargetFiles("pico"),
@@ -279,11 +287,12 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
         pytest.fail("it started")
 
 
-def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """vLLM runs the Python of it, with a draft length for each load, and knows every option in
-    it."""
+def test_vllm_runs_the_python_and_knows_the_options_of_serve_md(
+    quiet_vllm: None, trained_draft: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The Python of SERVE.md has a draft length for each load."""
     served = export(
-        trained("EAGLE-3.1"),
+        trained_draft("EAGLE-3.1"),
         "vllm",
         tmp_path / "out",
         TargetFiles("pico"),
@@ -298,7 +307,7 @@ def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path:
         "from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as lookup"
     )
     bin_folder = environment("vllm") / "bin"
-    # The last lines of its main block, whose process has imported vLLM.
+    # These are the last lines of the main block, whose process has imported vLLM.
     by_load = f"print(lookup({list_ranges(served.lengths)}, 20, {K}))"
     text_of_snippet = vllm.snippet(served).replace("disable_log_stats=False", changes)
     snippet.write_text(f"{text_of_snippet}\n    {lookup}\n    {by_load}\n")
@@ -308,7 +317,7 @@ def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path:
     lengths = re.findall(r"^\[[\d, ]+\]$", printed, re.M)[-1]
     assert json.loads(lengths)[1:] == [K] * 7 + [1] * 8 + [0] * 5
 
-    known = run(bin_folder / "vllm", "serve", "--help=all")
+    help_text = run(bin_folder / "vllm", "serve", "--help=all")
     program = vllm.program
     assert program is not None
     options = {
@@ -317,7 +326,7 @@ def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path:
     }
     assert len(options) > 8
     for option in options:
-        assert re.search(rf"^  .*{option}\b", known, re.M), option
+        assert re.search(rf"^  .*{option}\b", help_text, re.M), option
 
 
 def test_llama_cpp_knows_the_options_of_its_serve_md() -> None:
