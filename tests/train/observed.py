@@ -1,5 +1,6 @@
-"""Training scripts in one process of a launch, one after the other, and what this process held of
-draft and optimizer when it saved each draft.
+"""Training scripts in one process of a launch, one after the other.
+
+The process records the bytes of draft and optimizer that it held when it saved each draft.
 
 Run by test_launches.py: accelerate launch … observed.py FOLDER, where commands.json holds each
 script with its arguments by the name of a folder next to it.
@@ -23,18 +24,22 @@ if __name__ == "__main__":
     commands = json.loads((folder / "commands.json").read_text(encoding="utf-8"))
     save_draft = DistillationTrainer.save_draft
 
-    def num_bytes(tensors: Iterable[Any]) -> int:
-        """Of the parts that are this process's own: ZeRO-3 keeps them next to the parameter, which
-        is whole or empty."""
-        own = [
+    def count_bytes(tensors: Iterable[Any]) -> int:
+        """Return the bytes of the parts that this process holds.
+
+        ZeRO-3 keeps its part next to the parameter, which is whole or empty.
+        """
+        local_parts = [
             getattr(tensor, "ds_tensor", tensor) for tensor in tensors if isinstance(tensor, Tensor)
         ]
-        return sum((part.to_local() if isinstance(part, DTensor) else part).nbytes for part in own)
+        return sum(
+            (part.to_local() if isinstance(part, DTensor) else part).nbytes for part in local_parts
+        )
 
-    def observing(place: Path) -> Callable[[Any, Path], None]:
-        """Return a save_draft that writes what it saw into `place`."""
+    def make_save_draft(place: Path) -> Callable[[Any, Path], None]:
+        """Return a save_draft that also writes its observations into `place`."""
 
-        def observed(trainer: Any, output: Path) -> None:
+        def save_observations(trainer: Any, output: Path) -> None:
             optimizer = trainer.optimizer
             while hasattr(optimizer, "optimizer"):
                 optimizer = optimizer.optimizer
@@ -42,8 +47,8 @@ if __name__ == "__main__":
             seen = {
                 "num_processes": state.num_processes,
                 "distributed_type": state.distributed_type.value,
-                "parameters": num_bytes(trainer.model.parameters()),
-                "optimizer": num_bytes(
+                "parameters": count_bytes(trainer.model.parameters()),
+                "optimizer": count_bytes(
                     tensor for entry in optimizer.state.values() for tensor in entry.values()
                 ),
             }
@@ -52,14 +57,14 @@ if __name__ == "__main__":
             )
             save_draft(trainer, output)
 
-        return observed
+        return save_observations
 
     for name, (script, *arguments) in commands.items():
-        DistillationTrainer.save_draft = observing(folder / name)  # type: ignore[method-assign]
+        DistillationTrainer.save_draft = make_save_draft(folder / name)  # type: ignore[method-assign]
         sys.argv = [script, *arguments]
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise
-        gc.collect()  # the next training has the memory of this one
+        gc.collect()  # frees the memory of this training for the next one

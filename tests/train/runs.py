@@ -8,15 +8,23 @@ from tests.tiny import SMALL, input_keys
 
 
 def train(folder: Path, output: Path, *keys: str) -> subprocess.CompletedProcess[str]:
-    """On what `tests.tiny.write_inputs` wrote to a folder. A recipe among the keys comes first, so
-    that what is small stays small."""
+    """Train on the inputs that `tests.tiny.write_inputs` wrote to a folder.
+
+    A recipe among the keys comes first, so that the small settings override its own.
+    """
     recipe = [key for key in keys if key.startswith("recipe=")]
-    own = (
+    draft_keys = (
         ["draft.num_layers=2"]
         if {"method=draft_model", "method=pard"} & {*keys}
         else ["draft.ttt_steps=3"]
     )
-    rest = [key for key in keys if key not in recipe]
+    other_keys = [key for key in keys if key not in recipe]
     return specdistill(
-        "train", *recipe, *input_keys(folder), *own, *SMALL, f"train.output_dir={output}", *rest
+        "train",
+        *recipe,
+        *input_keys(folder),
+        *draft_keys,
+        *SMALL,
+        f"train.output_dir={output}",
+        *other_keys,
     )

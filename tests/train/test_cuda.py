@@ -1,5 +1,7 @@
-"""Training on a GPU as a user runs it, of every method and in each of its ways; skipped, saying so,
-where there is none."""
+"""Training on a GPU as a user runs it, with every method and option.
+
+The tests are skipped where there is no GPU.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""train/draft.py as a user runs it: every kind of initialization and the loss's choices."""
+"""Draft models train as a user trains them, with each initialization and each kind of loss."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "extra",
     [
         ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1", "loss.labels=hard"),
-        # two seconds each
+        # Each of these takes two seconds.
         pytest.param(
             (
                 "loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]",
@@ -76,8 +76,10 @@ def test_a_model_that_drafts_in_one_pass_is_trained_by_the_same_script(
     }
 
 
-@pytest.mark.long  # trains twice, for three seconds
-def test_what_is_measured_before_the_first_step_moves_nothing(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.long  # trains twice, which takes three seconds
+def test_an_evaluation_before_the_first_step_changes_no_weight(
+    folder: Path, tmp_path: Path
+) -> None:
     dropped = ("draft.lora.rank=4", "draft.lora.dropout=0.5")  # draws random numbers in every step
     weights, first = {}, {}
     for name, extra in (("measured", ()), ("not", ("train.eval_on_start=false",))):
@@ -109,8 +111,8 @@ def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
 
 @pytest.mark.long  # trains
 def test_an_existing_model_is_trained_further(folder: Path, tmp_path: Path) -> None:
-    own = (f"draft.init={folder / 'smaller'}", "draft.num_layers=null", "method=draft_model")
-    assert train(folder, tmp_path / "run", *own).returncode == 0
+    keys = (f"draft.init={folder / 'smaller'}", "draft.num_layers=null", "method=draft_model")
+    assert train(folder, tmp_path / "run", *keys).returncode == 0
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft").config.num_hidden_layers
         == 1

@@ -1,4 +1,4 @@
-"""train/eagle.py as a user runs it: what a run leaves."""
+"""EAGLE heads train as a user trains them, and a run leaves a draft, its record and a curve."""
 
 import json
 from pathlib import Path
@@ -51,11 +51,13 @@ def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, run: Path) ->
 
 
 @pytest.mark.long  # four commands, one after another
-def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
+def test_a_gguf_target_works_in_train_eval_doctor_and_compare(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As by who serves it with llama.cpp: the file is all there is. It has no chat template, so
-    that all use the one that data: names."""
+    """The user serves the target with llama.cpp and has only the file.
+
+    The file has no chat template, so all commands use the one that the recipe names.
+    """
     tiny_target_model(num_layers=2, vocab_size=1024).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     template, tokenizer.chat_template = tokenizer.chat_template, None
@@ -99,7 +101,7 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
     assert "<|user|>\nWrite " in capsys.readouterr().out
     assert main(["doctor", f"draft={run / 'draft'}", f"target={target}", "decode=false"]) == 0
 
-    # Without the recipe, the template is the draft's own
+    # Without the recipe, the commands use the template of the draft.
     suite, both = f"suite={tmp_path / 'suite.jsonl'}", f"output_dir={tmp_path / 'both'}"
     quick = ["max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"]
     drafts = f"drafts=[{run / 'draft'},ngram]"
@@ -117,7 +119,7 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
 @pytest.mark.long  # compiles
 @pytest.mark.parametrize("keys", [["draft.ttt_steps=2"], ["method=draft_model"]])
 def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list[str]) -> None:
-    """By a backend that traces all and generates no code, which would take minutes."""
+    """The backend traces everything and generates no code, which would take minutes."""
     compiled = ("train.torch_compile=true", "train.torch_compile_backend=aot_eager")
     for name, extra in (("plain", ()), ("compiled", compiled)):
         counters.clear()
@@ -133,7 +135,7 @@ def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list
 
 @pytest.mark.long  # trains
 def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Path) -> None:
-    """Of a pruned vocabulary, whose coverage is said and recorded."""
+    """The head has a pruned vocabulary, whose coverage is printed and recorded."""
     extra = ["draft.train_head=false", "draft.vocab_size=50"]
     done = train(folder, tmp_path / "run", *extra)
     assert done.returncode == 0

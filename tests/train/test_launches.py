@@ -1,5 +1,6 @@
-"""Every launch configuration that ships, as a user runs it: each trains the draft that one process
-trains, and that draft decodes.
+"""Every launch configuration of the package trains the draft that one process trains.
+
+That draft decodes without loss.
 
 Two gloo processes train 20 steps of two micro-batches, one process 20 steps of four. Losses,
 gradient norms, evaluations and the final weights then differ by rounding alone.
@@ -34,7 +35,7 @@ from tests.tiny import SMALL, input_keys, write_inputs
 # Launches of several processes, seconds each.
 pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]
 
-# In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are
+# In the last case the target and all matrix products are bfloat16; weights and optimizer are
 # float32.
 METHODS = {
     "eagle": ("train/eagle.py", ["draft.ttt_steps=3"]),
@@ -51,8 +52,8 @@ METHODS = {
         ["draft.ttt_steps=3", "train.bf16=true", "target.dtype=bfloat16"],
     ),
 }
-# What a process holds of the draft's weights and of the optimizer's state. Halves, and what is
-# replicated because it is small.
+# The share of the draft's weights and of the optimizer's state that a process holds. A half is more
+# than 0.5, because small tensors are replicated.
 WHOLE, HALF = (0.99, 1.01), (0.45, 0.6)
 CONFIGURATIONS = {
     "cpu_processes": ("MULTI_CPU", WHOLE, WHOLE),
@@ -65,8 +66,8 @@ CONFIGURATIONS = {
     "zero3_offload": ("DEEPSPEED", HALF, HALF),
     "zero3_multinode": ("DEEPSPEED", HALF, HALF),
 }
-# What make test-launches trains: two methods under each configuration, each method under two to
-# four, early exits under one.
+# The methods that `make test-launches` trains: two under each configuration. Each method is trained
+# under two to four configurations, early exits under one.
 TRAINED = {
     "cpu_processes": ("eagle", "draft_model"),
     "ddp": ("early_exit", "eagle3 bfloat16"),
@@ -81,8 +82,9 @@ TRAINED = {
 SHARDED = [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"]
 KILLED = ("fsdp2", "zero3")
 NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length", "train_loss", "epoch")
-TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
-# of a sharded draft after its first step: summed in another order, weights then rounded to bfloat16
+TOLERANCE = 2e-5  # for losses, norms and weights, which are all about 1 or smaller
+# The tolerance of a sharded draft after its first step. Its gradients are summed in another order,
+# and its weights are then rounded to bfloat16.
 TOLERANCE_BFLOAT16 = 1e-2
 
 
@@ -102,8 +104,7 @@ class Training:
     keys: tuple[str, ...] = ()
 
 
-# The run that a killed one has to end like: noise, evaluations and the best checkpoint are part
-# of it.
+# A killed run must end like this one, including noise, evaluations and the best checkpoint.
 WITH_NOISE = Training("eagle", ("loss.noise=0.1",))
 COMPILED = Training("eagle3", ("train.torch_compile=true", "train.torch_compile_backend=aot_eager"))
 
@@ -121,12 +122,12 @@ def launch(
     A machine has its own working folder, data cache and runs.
 
     Args:
-        folder: What is trained on, and the target.
-        name: The configuration.
-        trainings: By the name of the folder in `output` that each gets.
+        folder: The target and the training data.
+        name: The name of the configuration.
+        trainings: The trainings by the name of their folder in `output`.
         output: The working folder.
-        accumulation: Micro-batches of a step.
-        options: Those of accelerate.
+        accumulation: The micro-batches of a step.
+        options: Further options of accelerate.
     """
     output.mkdir(exist_ok=True, parents=True)
     commands = {}
@@ -161,10 +162,10 @@ def launch(
     )
 
 
-def launches(
+def launch_machines(
     folder: Path, name: str, trainings: Mapping[str, Training], output: Path
 ) -> list[subprocess.Popen[str]]:
-    """One launch of two processes, or one on each of two machines."""
+    """Launch two processes, or one on each of two machines; return the launchers."""
     if not name.endswith("multinode"):
         return [launch(folder, name, trainings, output / "node-0", 2, TWO_PROCESSES)]
     address = ["--main_process_ip=127.0.0.1", f"--main_process_port={get_free_port()}"]
@@ -182,7 +183,7 @@ def finish_all(started: list[subprocess.Popen[str]]) -> None:
     assert not any(process.returncode for process in started), "\n".join(outputs)
 
 
-def methods_of(session: pytest.Session, *names: str) -> list[str]:
+def list_trained_methods(session: pytest.Session, *names: str) -> list[str]:
     """Return the methods that the tests of this session train under these configurations."""
     chosen = set()
     for item in session.items:
@@ -193,22 +194,26 @@ def methods_of(session: pytest.Session, *names: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(
+def trained_folder(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Configuration -> the folder of what it trained, when a test first asks for it: each method,
-    and what the tests below compare with."""
+    """A function from a configuration to the folder of its trainings.
+
+    They run when a test first asks for them: each method, and the runs that tests compare with.
+    """
     outputs: dict[str, Path] = {}
 
     def train(name: str) -> Path:
         if name not in outputs:
-            trainings = {method: Training(method) for method in methods_of(request.session, name)}
+            trainings = {
+                method: Training(method) for method in list_trained_methods(request.session, name)
+            }
             if name in SHARDED:
                 trainings["whole"] = WITH_NOISE
             if name == "ddp":
                 trainings["compiled"] = COMPILED
             output = tmp_path_factory.mktemp(name)
-            finish_all(launches(folder, name, trainings, output))
+            finish_all(launch_machines(folder, name, trainings, output))
             outputs[name] = output
         return outputs[name]
 
@@ -216,11 +221,13 @@ def trained(
 
 
 @pytest.fixture(scope="module")
-def alone(
+def single_process_folder(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Method -> the folder of what one process trained: all methods in one launch, by the worker
-    that first asks for one."""
+    """A function from a method to the folder of its training in one process.
+
+    The worker that first asks for a method trains all methods in one launch.
+    """
     shared = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
         shared = shared.parent
@@ -229,8 +236,8 @@ def alone(
     def train(method: str) -> Path:
         with FileLock(f"{output}.lock"):
             if not output.exists():
-                # What the compiled layers are compared with is among them.
-                methods = {*methods_of(request.session, *CONFIGURATIONS), "eagle3"}
+                # The compiled layers are compared with eagle3.
+                methods = {*list_trained_methods(request.session, *CONFIGURATIONS), "eagle3"}
                 trainings = {each: Training(each) for each in METHODS if each in methods}
                 finish_all([launch(folder, "cpu", trainings, output, 4)])
         return output / method
@@ -255,14 +262,14 @@ def alone(
 )
 def test_two_processes_train_the_draft_that_one_does(
     folder: Path,
-    trained: Callable[[str], Path],
-    alone: Callable[[str], Path],
+    trained_folder: Callable[[str], Path],
+    single_process_folder: Callable[[str], Path],
     method: str,
     name: str,
 ) -> None:
-    places = sorted(trained(name).glob(f"node-*/{method}"))
-    whole = json.loads((alone(method) / "process-0.json").read_text())
-    reference = alone(method) / "run"
+    places = sorted(trained_folder(name).glob(f"node-*/{method}"))
+    whole = json.loads((single_process_folder(method) / "process-0.json").read_text())
+    reference = single_process_folder(method) / "run"
     distributed_type, parameters, optimizer = CONFIGURATIONS[name]
     tolerance = (
         TOLERANCE_BFLOAT16
@@ -270,7 +277,7 @@ def test_two_processes_train_the_draft_that_one_does(
         else TOLERANCE
     )
 
-    # Two processes of one group, each with its part
+    # The two processes are one group, and each holds its part.
     observations = [path for place in places for path in place.glob("process-*.json")]
     for index, place in enumerate(sorted(observations, key=lambda path: path.name)):
         seen = json.loads(place.read_text())
@@ -283,12 +290,12 @@ def test_two_processes_train_the_draft_that_one_does(
         assert optimizer[0] <= seen["optimizer"] / whole["optimizer"] <= optimizer[1]
     assert len(observations) == 2
 
-    # The same numbers, step by step, and the same draft, on each machine that keeps its own
+    # Numbers are the same at each step, and so is the draft of each machine that keeps one.
     run, *others = [place / "run" for place in places if (place / "run" / "draft").exists()]
-    # of a sharded draft only the first machine has the whole
+    # Only the first machine has the whole of a sharded draft.
     assert len(others) == (name == "ddp_multinode")
-    assert log(run)[0] == pytest.approx(log(reference)[0], abs=TOLERANCE)
-    for entry, expected in zip(log(run), log(reference), strict=True):
+    assert read_log(run)[0] == pytest.approx(read_log(reference)[0], abs=TOLERANCE)
+    for entry, expected in zip(read_log(run), read_log(reference), strict=True):
         assert entry == pytest.approx(expected, abs=tolerance)
     for one, place in itertools.product((run, *others), ("draft", "checkpoint-10/draft")):
         weights, wanted = (
@@ -301,7 +308,7 @@ def test_two_processes_train_the_draft_that_one_does(
                 float((weights[tensor].double() - wanted[tensor].double()).abs().max()) <= tolerance
             ), tensor
 
-    # That draft decodes, without loss
+    # The draft decodes without loss.
     target = FrozenTarget.load(str(folder / "model"))
     decoder = Decoder(target, load_proposer(method.split()[0], run / "draft", target))
     prompt, count = [60, 61, 62, 63], 16
@@ -314,10 +321,12 @@ def test_two_processes_train_the_draft_that_one_does(
 
 @pytest.mark.xdist_group("ddp")
 def test_compiled_layers_learn_the_same_in_two_processes(
-    trained: Callable[[str], Path], alone: Callable[[str], Path]
+    trained_folder: Callable[[str], Path], single_process_folder: Callable[[str], Path]
 ) -> None:
-    compiled = log(trained("ddp") / "node-0" / "compiled" / "run")
-    for entry, expected in zip(compiled, log(alone("eagle3") / "run"), strict=True):
+    compiled = read_log(trained_folder("ddp") / "node-0" / "compiled" / "run")
+    for entry, expected in zip(
+        compiled, read_log(single_process_folder("eagle3") / "run"), strict=True
+    ):
         assert entry == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -325,16 +334,16 @@ def test_compiled_layers_learn_the_same_in_two_processes(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SHARDED]
 )
 def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(
-    folder: Path, tmp_path: Path, trained: Callable[[str], Path], name: str
+    folder: Path, tmp_path: Path, trained_folder: Callable[[str], Path], name: str
 ) -> None:
     """Launchers and workers are killed when the first checkpoint stands, under one configuration
     of each library. Under the others a whole run loses what came after that checkpoint, which
     spares a launch: how a library divides a draft does not change when its processes are killed.
     """
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    shutil.copytree(trained(name), whole)
+    shutil.copytree(trained_folder(name), whole)
     if name in KILLED:
-        first = launches(folder, name, {"whole": WITH_NOISE}, resumed)
+        first = launch_machines(folder, name, {"whole": WITH_NOISE}, resumed)
         for process, node in zip(first, sorted(resumed.glob("node-*")), strict=True):
             wait_for(node / "whole" / "run" / "checkpoint-10", process)
         for process in first:
@@ -342,33 +351,33 @@ def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(
             finish(process)
     else:
         # A run is resumed where it was, since its recipe names the folder.
-        resumed = trained(name)
+        resumed = trained_folder(name)
         for later in ("draft", "checkpoint-20"):
             for path in resumed.glob(f"node-*/whole/run/{later}"):
                 shutil.rmtree(path)
     run = resumed / "node-0" / "whole" / "run"
     assert (run / "checkpoint-10").exists()
     assert not (run / "checkpoint-20").exists() and not (run / "draft").exists()
-    finish_all(launches(folder, name, {"whole": WITH_NOISE}, resumed))
+    finish_all(launch_machines(folder, name, {"whole": WITH_NOISE}, resumed))
     one, other = (path / "node-0" / "whole" / "run" for path in (resumed, whole))
     assert (one / "draft" / "model.safetensors").read_bytes() == (
         other / "draft" / "model.safetensors"
     ).read_bytes()
-    resumed_log = log(one)
-    whole_log = log(other)
+    resumed_log = read_log(one)
+    whole_log = read_log(other)
     # transformers averages train_loss over the steps since the resume.
     resumed_loss = resumed_log[-1].pop("train_loss")
     assert 0 < resumed_loss != whole_log[-1].pop("train_loss") > 0
     assert resumed_log == whole_log
 
 
-def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Path) -> None:
-    own = (
+def test_zero_3_saves_a_whole_draft_whatever_its_configuration_is(tmp_path: Path) -> None:
+    config = (
         (CONFIGS / "zero3.yaml")
         .read_text(encoding="utf-8")
         .replace("zero3_save_16bit_model: true", "")
     )
-    (tmp_path / "own.yaml").write_text(own, encoding="utf-8")
+    (tmp_path / "own.yaml").write_text(config, encoding="utf-8")
     keys = [
         *tiny_files(tmp_path),
         "optimizer=adamw",
@@ -381,7 +390,7 @@ def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Pa
         load_proposer("eagle", tmp_path / "run" / draft, target)
 
 
-def log(run: Path) -> list[dict[str, float]]:
+def read_log(run: Path) -> list[dict[str, float]]:
     history = read_history(run / "draft", key="drafts")
     assert history is not None
     return [{name: entry[name] for name in NUMBERS if name in entry} for entry in history.log]

@@ -1,5 +1,4 @@
-"""`specdistill train` of every method on rows that teach a draft little or nothing: as users type
-it, on token rows of a tiny target."""
+"""`specdistill train` with every method, on token rows that teach a draft little or nothing."""
 
 import json
 import random
@@ -22,8 +21,8 @@ METHODS = {
     "pard": ("draft.init=layers", "draft.num_layers=2", "draft.parallel_tokens=4"),
     "early_exit": ("draft.intermediate_size=32",),
 }
-# What a draft cannot learn: no token; the first token of a row; the first ones of the pieces of 32
-# that a long row is cut into.
+# Rows whose tokens with loss a draft cannot learn: none; the first token of a row; the first tokens
+# of the pieces of 32 into which a long row is cut.
 NOTHING = {"none": (20, []), "the first": (20, [0]), "at the cuts": (96, [0, 32, 64])}
 # Heads read two tokens before they predict a third.
 BY_HEADS = {"the second": (20, [1])}
@@ -56,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, rows: str, output: Path, method: str, *keys: str) -> tuple[int, str]:
-    """Two steps of two evaluations. Returns the exit code and what it printed to stderr."""
+    """Train for two steps with an evaluation each; return the exit code and the stderr."""
     ended = specdistill(
         "train",
         f"method={method}",
@@ -87,7 +86,7 @@ def data_keys(folder: Path, rows: str, output: Path) -> list[str]:
     [
         ("draft_model", "none"),
         ("eagle3", "the first"),
-        # each reads the rows, and sets up a training
+        # Each of these reads the rows and sets up a training.
         *(
             pytest.param("eagle3", rows, marks=pytest.mark.long)
             for rows in NOTHING | BY_HEADS
@@ -103,8 +102,8 @@ def data_keys(folder: Path, rows: str, output: Path) -> list[str]:
 def test_rows_that_teach_nothing_are_refused_before_the_first_step(
     folder: Path, tmp_path: Path, method: str, rows: str
 ) -> None:
-    code, said = train(folder, rows, tmp_path, method)
-    assert (code, refused_key(said)) == (2, "data.source") and f"{rows}.jsonl" in said
+    code, stderr = train(folder, rows, tmp_path, method)
+    assert (code, refused_key(stderr)) == (2, "data.source") and f"{rows}.jsonl" in stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -113,16 +112,16 @@ def test_rows_that_teach_nothing_are_refused_before_the_first_step(
 def test_positions_that_no_answer_reaches_are_not_measured(
     folder: Path, tmp_path: Path, method: str
 ) -> None:
-    code, said = train(folder, "short", tmp_path, method)
-    assert code == 0 and "nan" not in said
-    assert said.count("drafted positions 3 to 4") == 1
+    code, stderr = train(folder, "short", tmp_path, method)
+    assert code == 0 and "nan" not in stderr
+    assert stderr.count("drafted positions 3 to 4") == 1
     for path in (tmp_path / "run").rglob("*.json"):
         json.loads(path.read_text(encoding="utf-8"), parse_constant=fail)
     history = parse_json((tmp_path / "run" / "run" / "history.json").read_text(encoding="utf-8"))
     lengths = {
-        it["step"]: it["eval_acceptance_length"]
-        for it in history["log"]
-        if "eval_acceptance_length" in it
+        entry["step"]: entry["eval_acceptance_length"]
+        for entry in history["log"]
+        if "eval_acceptance_length" in entry
     }
     lengths.pop(0, None)  # before the first step
     assert len(lengths) == 2 and history["best_step"] == max(lengths, key=lengths.__getitem__)
@@ -135,12 +134,12 @@ def test_positions_that_no_answer_reaches_are_not_measured(
 
 
 def fail(constant: str) -> None:
-    """Called for a number that JSON does not have."""
+    """Fail the test for a number that JSON does not have."""
     pytest.fail(constant)
 
 
 def test_rows_that_teach_nothing_among_others_are_counted(folder: Path, tmp_path: Path) -> None:
-    """Of the rows of four kinds those of three are left out."""
+    """There are four kinds of rows, and those of three kinds are left out."""
     keys = data_keys(folder, "mixed", tmp_path)
     shown = specdistill("data", "show", "method=eagle3", *keys)
     assert shown.returncode == 0 and "filtered: 72 without_loss\n" in shown.stdout
@@ -148,8 +147,8 @@ def test_rows_that_teach_nothing_among_others_are_counted(folder: Path, tmp_path
     (manifest,) = (tmp_path / "cache" / "rows").glob("*/manifest.json")
     splits = parse_json(manifest.read_text(encoding="utf-8"))["splits"].values()
     assert (
-        sum(it["documents"] for it in splits) == 24
-        and sum(it["loss_tokens"] for it in splits) == 48
+        sum(split["documents"] for split in splits) == 24
+        and sum(split["loss_tokens"] for split in splits) == 48
     )
     refused = specdistill("data", "make", "method=eagle3", *data_keys(folder, "none", tmp_path))
     assert (refused.returncode, refused_key(refused.stderr)) == (2, "data.source")

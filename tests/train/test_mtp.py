@@ -1,5 +1,4 @@
-"""train/mtp.py, by which train/eagle.py trains a layer: a fresh one, a native one and its way back
-into the checkpoint."""
+"""train/mtp.py trains a fresh layer or a native one, which goes back into the checkpoint."""
 
 from pathlib import Path
 
@@ -20,7 +19,7 @@ MTP = ("method=mtp", "data.regenerate=null", "train.bf16=false")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target without such a layer, one with it, and a text file."""
+    """A folder with a target without an MTP layer, one with it, and a text file."""
     path = tmp_path_factory.mktemp("target")
     write_inputs(path)
     write_checkpoint("qwen3_next", path / "native", sharded=True)

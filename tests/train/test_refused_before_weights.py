@@ -1,4 +1,4 @@
-"""What files tell is refused before weights are loaded, in every command that would load them."""
+"""Mistakes that files show are refused before weights are loaded, in every command."""
 
 import json
 
@@ -28,7 +28,7 @@ MAKE = (
     "data.regenerate=null",
     "data.max_length=64",
 )
-# command, what is wrong, key, what the message holds
+# The command, its wrong arguments, the refused key, and text of the message.
 WRONG = [
     (TRAIN, "data.source={folder}/nowhere.jsonl", "data.source", "nowhere.jsonl"),
     (TRAIN, "data.source={column}", "data.source", "with columns q"),
@@ -108,11 +108,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             ' "b"}]}\n'
         ),
     }
-    named = {name: folder / f"{name}.{'csv' if name == 'csv' else 'jsonl'}" for name in files}
-    for name, path in named.items():
+    paths = {name: folder / f"{name}.{'csv' if name == 'csv' else 'jsonl'}" for name in files}
+    for name, path in paths.items():
         path.write_text(files[name], encoding="utf-8")
     folders = {"folder": folder, "unsupported": unsupported, "encoder": encoder}
-    return {name: str(path) for name, path in (folders | named).items()}
+    return {name: str(path) for name, path in (folders | paths).items()}
 
 
 @pytest.mark.parametrize(("command", "wrong", "key", "text"), WRONG)
@@ -134,11 +134,11 @@ def test_wrong_input_is_refused_before_weights(
         for key in command
         if key.partition("=")[0] not in {part.partition("=")[0] for part in wrong.split()}
     ]
-    own = [] if "target=" in wrong else ["target={folder}"]
-    arguments = [part.format(**places) for part in (*keys, *own, *wrong.split())]
+    target_keys = [] if "target=" in wrong else ["target={folder}"]
+    arguments = [part.format(**places) for part in (*keys, *target_keys, *wrong.split())]
     try:
         code = main(arguments)
-    except SystemExit as ended:  # of a script
+    except SystemExit as ended:  # raised by a script
         code = int(ended.code or 0)
     error = capfd.readouterr().err
     assert code == 2 and refused_key(error) == key and text in error, error

@@ -1,5 +1,4 @@
-"""What a training refuses: one line that names the key, the exit code, and no folder left
-behind."""
+"""Training refuses wrong input in one line that names the key, and leaves no folder behind."""
 
 import re
 import runpy
@@ -68,17 +67,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mtp", "draft.sliding_window=8", "draft.sliding_window"),
     ],
 )
-def test_wrong_input_is_one_line_and_leaves_nothing(
+def test_wrong_input_is_refused_in_one_line_and_leaves_no_folder(
     folder: Path, tmp_path: Path, method: str, keys: str, key: str
 ) -> None:
-    own = ["draft.init=scratch"] if method == "mtp" else []
-    ended = train(folder, tmp_path / "run", f"method={method}", *own, *re.split(" (?=draft)", keys))
+    init_keys = ["draft.init=scratch"] if method == "mtp" else []
+    ended = train(
+        folder, tmp_path / "run", f"method={method}", *init_keys, *re.split(" (?=draft)", keys)
+    )
     assert ended.returncode == 2
     assert refused_key(ended.stderr) == key
     assert not (tmp_path / "run").exists()
 
 
-def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(
+def test_a_check_of_engines_draws_no_random_number(
     tmp_path: Path,
 ) -> None:
     keys = [
@@ -112,8 +113,8 @@ def test_a_script_refuses_a_method_that_needs_no_training(
     key: str,
     folder: Path,
 ) -> None:
-    own = ["method=ngram", f"target.model={folder / 'model'}", "train.output_dir=runs/none"]
-    monkeypatch.setattr(sys, "argv", ["train/draft.py", *own, *keys])
+    base_keys = ["method=ngram", f"target.model={folder / 'model'}", "train.output_dir=runs/none"]
+    monkeypatch.setattr(sys, "argv", ["train/draft.py", *base_keys, *keys])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "train" / "draft.py"), run_name="__main__")
     assert refused_key(capfd.readouterr().err) == key
