@@ -33,7 +33,7 @@ def generate_tokens(
 
 
 def record_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list to which later rounds of up to four draft tokens are added."""
+    """Return a list to which the drafts of later rounds are added, where four tokens may follow."""
     drafts: list[list[int]] = []
     original_propose = proposer.propose
 

@@ -307,7 +307,7 @@ def test_tokens_are_those_of_generate(
 
 
 def test_most_options_end_the_text_early(plain: Any) -> None:
-    """The options above are to test where a text ends."""
+    """The combinations above test where a text ends."""
     lengths = [len(plain(stop, prompt)) for stop, prompt in product(STOPS, PROMPTS[:1])]
     assert sum(length < LENGTH for length in lengths) > len(lengths) / 2
     assert len(set(lengths)) > 7

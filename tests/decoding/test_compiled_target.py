@@ -134,13 +134,13 @@ class Summing(LlamaForCausalLM):  # type: ignore[misc]
         super().__init__(config)
         forward = self.model.forward
 
-        def sum_inputs(input_ids: Tensor, **kwargs: Any) -> Any:
+        def add_width(input_ids: Tensor, **kwargs: Any) -> Any:
             output = forward(input_ids, **kwargs)
             if type(kwargs.get("past_key_values")).__name__ == "StaticCache":
                 output.last_hidden_state = output.last_hidden_state + input_ids.shape[1]
             return output
 
-        self.model.forward = sum_inputs
+        self.model.forward = add_width
 
 
 @pytest.mark.parametrize(

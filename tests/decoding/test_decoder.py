@@ -115,7 +115,7 @@ def test_right_proposals_are_accepted_in_full(
 def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
     """Rejections leave no trace in windows, recurrent layers and latent attention.
 
-    The oracle is wrong at every fifth token, and its other tokens are accepted.
+    The oracle is wrong at every fifth token, and some of its other tokens are accepted.
     """
     target = (
         FrozenTarget(qwen(), tiny_tokenizer(), name=kind)
