@@ -186,7 +186,7 @@ def test_nothing_from_outside_is_markup(card_contents: CardContents) -> None:
 def test_the_command_on_the_card_repeats_the_measurement(
     card_contents: CardContents, settings: dict[str, Any], given: dict[str, str]
 ) -> None:
-    """Each key is one of `specdistill eval`, which derives the same settings from them."""
+    """`specdistill eval` accepts every key, and derives the same settings from them."""
     suite = {**card_contents.release.report["suite"], "name": "pico"}
     changed = replace_report(
         card_contents,

@@ -1,4 +1,4 @@
-"""A second release after the first, on a Hub on loopback that the real client asks."""
+"""A second release after the first one, on a loopback Hub with the real client."""
 
 import json
 import shutil

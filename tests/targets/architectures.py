@@ -230,7 +230,9 @@ def recipe_of(method: str) -> Any:
 def accepted(target: FrozenTarget) -> list[str]:
     """Return the methods that can create a draft and its objective from this target."""
     return [
-        method for method in TRAINED if _works(lambda method=method: _create_draft(method, target))
+        method
+        for method in TRAINED
+        if _is_supported(lambda method=method: _create_draft(method, target))
     ]
 
 
@@ -257,8 +259,8 @@ def make_row(kind: str) -> tuple[KindRow, FrozenTarget | None]:
         "recurrent" if target.is_recurrent else "attention",
         " ".join(("scaled",) * (head.scale != 1) + ("capped",) * (head.cap is not None)) or "–",
         described(accepted(target)),
-        "yes" if _works(lambda: check_reads_trees(target)) else "–",
-        "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
+        "yes" if _is_supported(lambda: check_reads_trees(target)) else "–",
+        "yes" if _is_supported(lambda: check_batchable(target.model, kind)) else "–",
         PACKED.get(choose_packing(target.model), "yes"),
     )
     return KindRow(SERVED, (kind, *cells)), target
@@ -293,7 +295,7 @@ def read_page() -> list[KindRow]:
     ]
 
 
-def _works(attempt: Any) -> bool:
+def _is_supported(attempt: Any) -> bool:
     try:
         attempt()
     except UserError:

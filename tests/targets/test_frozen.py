@@ -150,7 +150,7 @@ def test_missing_weights_are_refused(base: Path, tmp_path: Path) -> None:
 def test_a_class_that_is_no_target_is_refused_in_one_line(
     tmp_path: Path, kind: str, why: str
 ) -> None:
-    """transformers cannot read musicgen's config, and its reformer class rejects its config."""
+    """transformers cannot read musicgen's config, and reformer's class rejects its own config."""
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with refused("target.model", tmp_path, holds=why):
