@@ -1,5 +1,4 @@
-"""Secrets that somebody types are refused by every command, by name of the key and without being
-repeated."""
+"""Every command refuses a typed secret, names its key, and does not repeat the secret."""
 
 from pathlib import Path
 
@@ -31,13 +30,17 @@ TOKEN = "hf_" + "abCD12" * 6
         ("EMPTY", None),
     ],
 )
-def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_passwords_and_keys_are_found_as_secrets(
+    text: str, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "an-api-key-of-mine")
     monkeypatch.setenv("HF_TOKEN", "EMPTY")
     monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", "http://127.0.0.1:8000 the-key-of-a-server")
-    found = find_secret(text)
+    secret = find_secret(text)
     assert (
-        found is None if kind is None else found is not None and kind in found and text not in found
+        secret is None
+        if kind is None
+        else secret is not None and kind in secret and text not in secret
     )
 
 
@@ -68,7 +71,7 @@ def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_no_place_of_a_machine_is_in_what_others_read(text: str, public: str) -> None:
+def test_published_values_have_no_paths_or_hosts_of_a_machine(text: str, public: str) -> None:
     assert remove_places({"a": [text, 1, None]}) == {"a": [public, 1, None]}
 
 
@@ -79,7 +82,7 @@ WORDS = ("target={}", "{}", "{}=1", "train.hub_token={}", "recipe={}")
     ("verb", "word"),
     [*((verb, WORDS[0]) for verb in (*VERBS, "unknown")), *(("eval", word) for word in WORDS[1:])],
 )
-def test_every_verb_refuses_one_and_does_not_repeat_it(
+def test_every_verb_refuses_a_secret_and_does_not_repeat_it(
     verb: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([verb, word.format(TOKEN), "debug=true"]) == 2
@@ -100,7 +103,7 @@ def test_every_verb_refuses_one_and_does_not_repeat_it(
         ("a: [{token}", "recipe"),
     ],
 )
-def test_a_recipe_holds_none_either(
+def test_a_secret_in_a_recipe_is_refused_and_not_repeated(
     line: str,
     key: str,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Documents that nobody should be able to crash a reader with."""
+"""Malformed and malicious documents are refused before they crash a reader or fill the memory."""
 
 import gzip
 import io
@@ -39,7 +39,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=["deep", "trailing", "deep-object", "twice", "nan", "surrogate", "bytes", "digits"],
 )
-def test_json_is_refused(text: str | bytes, expected: str) -> None:
+def test_malformed_json_is_refused(text: str | bytes, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         parse_json(text)
 
@@ -128,7 +128,7 @@ def test_a_byte_that_is_not_utf_8_is_named_by_its_line(tmp_path: Path) -> None:
         "long",
     ],
 )
-def test_yaml_is_refused_at_once(text: str, expected: str) -> None:
+def test_malformed_yaml_is_refused_at_once(text: str, expected: str) -> None:
     start = time.process_time()
     with pytest.raises(ValueError, match=expected):
         parse_yaml(text)
@@ -148,7 +148,7 @@ def test_yaml_is_read_with_its_aliases() -> None:
     }
 
 
-def test_a_file_without_keys_names_itself(tmp_path: Path) -> None:
+def test_a_file_without_keys_is_refused_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "provenance.json"
     for content in (b"[]", b"null", b"{", b"\xff", b'{"a": 1, "a": 1}'):
         path.write_bytes(content)
@@ -156,7 +156,7 @@ def test_a_file_without_keys_names_itself(tmp_path: Path) -> None:
             read_keys(path, "run", "a run")
 
 
-def test_the_head_of_a_card(tmp_path: Path) -> None:
+def test_the_front_matter_of_a_card_is_read(tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     for content, expected in (
         ("---\nlicense: mit\n---\n# A model\n---\n", {"license": "mit"}),

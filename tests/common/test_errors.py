@@ -41,7 +41,7 @@ def test_user_error_is_one_line_whatever_it_is_told():
     assert error.key == "data.source"
 
 
-def test_what_nobody_foresaw_is_a_line_and_a_file(capsys: pytest.CaptureFixture[str]):
+def test_an_unexpected_error_is_a_line_and_a_log_file(capsys: pytest.CaptureFixture[str]):
     def broken() -> int:
         raise RecursionError("deep\n" * 1000)
 
@@ -70,10 +70,10 @@ def test_a_signal_ends_what_resumes_with_a_line_that_says_so(
 
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ended_with = run_and_report(measure)
+        exit_code = run_and_report(measure)
     except SystemExit as error:
-        ended_with = error.code
-    assert (ended_with, capsys.readouterr().err) == (code, f"{line}\n")
+        exit_code = error.code
+    assert (exit_code, capsys.readouterr().err) == (code, f"{line}\n")
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -82,17 +82,19 @@ def test_a_reader_who_has_seen_enough_ends_a_command_quietly():
         "from specdistill.cli.main import main; import sys;"
         " sys.exit(main(['--help'] if len(sys.argv) < 2 else ['train', '--help']))"
     )
-    for more in ("", " more"):
-        line = f"{sys.executable} -c {shlex.quote(code)}{more} | head -1; exit ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
+    for argument in ("", " more"):
+        line = (
+            f"{sys.executable} -c {shlex.quote(code)}{argument} | head -1; exit ${{PIPESTATUS[0]}}"
+        )
+        process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert (process.returncode, process.stderr) == (0, "") and process.stdout.count("\n") == 1
 
 
-def test_what_somebody_else_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]):
-    def named() -> int:
+def test_text_of_others_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]):
+    def raise_hostile_error() -> int:
         raise UserError("gate", got="\x1b[2J\x1b]0;title\x07" + "x" * 5000, expected="a gate")
 
-    assert run_and_report(named) == ExitCode.USER_ERROR
+    assert run_and_report(raise_hostile_error) == ExitCode.USER_ERROR
     error = capsys.readouterr().err
     assert (
         error.startswith("error: gate: got \ufffd[2J\ufffd]0;title\ufffdxxx")
@@ -118,14 +120,14 @@ def test_resource_error_says_what_to_do_next():
         ("zzz", None),
     ],
 )
-def test_nearest_is_close_or_none(name: str, expected: str | None):
+def test_the_nearest_name_is_close_or_none(name: str, expected: str | None):
     assert (
         find_nearest(name, ["learning_rate", "eagle3", "ngram", "validation", "logging_first_step"])
         == expected
     )
 
 
-def test_docstring_example():
+def test_the_examples_in_docstrings_are_right():
     assert doctest.testmod(errors).failed == 0
 
 

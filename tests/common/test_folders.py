@@ -1,5 +1,4 @@
-"""Folders that commands write: whole or not at all, one writer at a time, and nothing of anybody
-else's is removed."""
+"""Commands write folders whole or not at all, one at a time, and remove nobody else's files."""
 
 import logging
 import os
@@ -13,9 +12,9 @@ from tests.refusals import refused
 
 
 def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
-    left = tmp_path / ".out.partial"  # by a process that was killed
-    (left / "sub").mkdir(parents=True)
-    (left / "half").write_text("x")
+    partial_folder = tmp_path / ".out.partial"  # of a process that was killed
+    (partial_folder / "sub").mkdir(parents=True)
+    (partial_folder / "half").write_text("x")
     with create_folder(tmp_path / "out") as partial:
         (partial / "file").write_text("whole")
         assert not (tmp_path / "out").exists()
@@ -26,13 +25,13 @@ def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def full() -> None:
+    def fail_halfway() -> None:
         with create_folder(tmp_path / "out") as partial:
             (partial / "file").write_text("half")
             raise OSError("No space left on device")
 
     with pytest.raises(ResourceError, match="No space left"):
-        full()
+        fail_halfway()
     assert not list(tmp_path.iterdir())
 
 
@@ -48,7 +47,7 @@ def test_a_second_writer_is_refused_and_the_first_one_ends_whole(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_exists_is_no_new_folder(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_exists_is_refused_as_a_new_folder(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[kind]()
     with refused("output_dir", out), create_folder(out):
@@ -84,7 +83,7 @@ def test_a_lock_ends_with_its_process_although_a_worker_lives(tmp_path: Path) ->
         os.close(descriptor)
 
 
-def test_only_an_own_folder_is_emptied(tmp_path: Path) -> None:
+def test_only_a_folder_of_earlier_output_is_emptied(tmp_path: Path) -> None:
     empty_output_folder(tmp_path / "engine", "eval.output_dir")
     (tmp_path / "engine" / "log").touch()
     empty_output_folder(tmp_path / "engine", "eval.output_dir")
@@ -92,13 +91,13 @@ def test_only_an_own_folder_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "engine")
-    for other in ("thesis", "link"):
-        with refused("eval.output_dir", tmp_path / other):
-            empty_output_folder(tmp_path / other, "eval.output_dir")
+    for name in ("thesis", "link"):
+        with refused("eval.output_dir", tmp_path / name):
+            empty_output_folder(tmp_path / name, "eval.output_dir")
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "x"
 
 
-def test_a_run_that_ended_or_failed_was_not_killed(
+def test_a_run_that_ended_or_failed_is_not_reported_as_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = tmp_path / "block.lock"
@@ -119,17 +118,19 @@ def test_a_run_that_ended_or_failed_was_not_killed(
     assert lock.read_text() == ""
 
 
-def test_what_a_killed_process_left_in_its_lock_is_told(
+def test_the_lock_of_a_killed_process_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = tmp_path / "block.lock"
     with exclusive_lock(lock, "data.shard", tmp_path):
-        held = lock.read_text()
-    lock.write_text(held)
+        lock_text = lock.read_text()
+    lock.write_text(lock_text)
     with (
         caplog.at_level(logging.WARNING),
         exclusive_lock(lock, "data.shard", tmp_path, saves_memory="data.regenerate.batch_size"),
     ):
         pass
-    (said,) = caplog.messages
-    assert held in said and "137" in said and "lower data.regenerate.batch_size" in said
+    (message,) = caplog.messages
+    assert (
+        lock_text in message and "137" in message and "lower data.regenerate.batch_size" in message
+    )

@@ -18,7 +18,7 @@ KEY = "target.model"
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(PICO, tmp_path_factory.mktemp("gguf") / "pico.gguf", "q8_0")
 
 
@@ -39,7 +39,9 @@ def write_metadata(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def test_it_reads_what_gguf_reads_but_for_the_contents_of_a_vocabulary(tmp_path: Path) -> None:
+def test_the_reader_agrees_with_gguf_except_for_the_contents_of_a_vocabulary(
+    tmp_path: Path,
+) -> None:
     values = {
         "general.name": "a name",
         "llama.block_count": 3,
@@ -74,9 +76,9 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path) -> None:
     assert open_gguf(path).fields["general.name"].contents() == "another"
 
 
-def test_a_file_that_was_cut_short_is_called_so(file: Path, tmp_path: Path) -> None:
-    """In its weights, in the vocabulary, and wherever the metadata of a small one may be cut."""
-    whole = file.read_bytes()
+def test_a_file_that_was_cut_short_is_refused(gguf_file: Path, tmp_path: Path) -> None:
+    """Files are cut in the weights, the vocabulary, and anywhere in the metadata of a small one."""
+    whole = gguf_file.read_bytes()
     small = write_metadata(
         tmp_path / "small.gguf",
         {"general.name": "a", "llama.counts": [1, 2], "llama.names": ["a", "bc"]},
@@ -89,7 +91,7 @@ def test_a_file_that_was_cut_short_is_called_so(file: Path, tmp_path: Path) -> N
             check_gguf(short, KEY)
 
 
-def test_every_other_file_is_called_none(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     for number, content in enumerate(
         (b"", b"GG", b'{"a": 1}', b"version https://git-lfs.github.com/spec/v1")
     ):
@@ -106,10 +108,12 @@ def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
     check_gguf(write_metadata(tmp_path / "whole.gguf", {"split.count": 1}), KEY)
 
 
-def test_commands_refuse_it_before_torch_is_imported(file: Path, tmp_path: Path) -> None:
-    """So it takes two seconds, where torch and transformers alone take more."""
+def test_commands_refuse_a_short_file_before_torch_is_imported(
+    gguf_file: Path, tmp_path: Path
+) -> None:
+    """The refusal takes two seconds; importing torch and transformers alone takes longer."""
     short = tmp_path / "short.gguf"
-    short.write_bytes(file.read_bytes()[:-100])
+    short.write_bytes(gguf_file.read_bytes()[:-100])
     keys = {
         f"train recipe=small/eagle3 target.model={short}": "target.model",
         f"plan target={short}": "target",
@@ -118,11 +122,11 @@ def test_commands_refuse_it_before_torch_is_imported(file: Path, tmp_path: Path)
         ),
         f"compare target={short} drafts=ngram output_dir=runs/c": "target",
     }
-    run = (
+    script = (
         "import sys; sys.modules['torch'] = None; from specdistill.cli.main import main\n"
         "for command in sys.argv[1:]: main(command.split())"
     )
-    ended = subprocess.run([sys.executable, "-c", run, *keys], capture_output=True, text=True)
-    lines = ended.stderr.splitlines()
+    process = subprocess.run([sys.executable, "-c", script, *keys], capture_output=True, text=True)
+    lines = process.stderr.splitlines()
     for line, key in zip(lines, keys.values(), strict=True):
         assert line.startswith(f"error: {key}: got {short}, which is cut short"), line

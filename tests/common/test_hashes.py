@@ -1,4 +1,4 @@
-"""sha256 of files, by hashlib; a file that has not changed is read once."""
+"""The sha256 of files, compared with hashlib; a file that has not changed is read once."""
 
 import hashlib
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_a_file_is_hashed_once_until_it_changes(
     assert hash_file(path) == hashlib.sha256(b"another").hexdigest()
 
 
-def test_a_link_into_the_hubs_cache_says_its_hash(tmp_path: Path) -> None:
+def test_a_link_into_the_hubs_cache_is_hashed_by_its_name(tmp_path: Path) -> None:
     link = tmp_path / "weights"
     link.symlink_to(tmp_path / ("a" * 64))
     assert hash_file(link) == "a" * 64

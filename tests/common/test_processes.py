@@ -1,5 +1,4 @@
-"""Processes of a launch wait for one another, for longer than a step may take, and notice at once
-that one has ended."""
+"""Processes of a launch wait for each other, and notice at once when one of them has ended."""
 
 import os
 import signal
@@ -21,8 +20,8 @@ from tests.processes import run_processes
 
 
 @pytest.mark.distributed
-def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
-    def late(rank: int) -> None:
+def test_processes_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
+    def arrive_late(rank: int) -> None:
         if rank == 2:
             time.sleep(0.5)
             (tmp_path / "done").touch()
@@ -32,21 +31,21 @@ def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None
             >= timedelta(hours=24)
         )
 
-    ended = run_processes(tmp_path, late, 0, 1, 0)
-    assert [process.code for process in ended] == [0, 0, 0], ended[1].err
-    assert [process.out for process in ended] == ["[0, 1, 2] True\nTrue\n"] * 3
+    results = run_processes(tmp_path, arrive_late, 0, 1, 0)
+    assert [process.code for process in results] == [0, 0, 0], results[1].err
+    assert [process.out for process in results] == ["[0, 1, 2] True\nTrue\n"] * 3
 
 
-def told(error: Exception) -> int:
-    def fails() -> int:
+def report_error(error: Exception) -> int:
+    def raise_error() -> int:
         raise error
 
-    return run_and_report(fails)
+    return run_and_report(raise_error)
 
 
 @pytest.mark.distributed
 def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
-    def ends(rank: int) -> None:
+    def end_one_process(rank: int) -> None:
         all_gather_object(None)
         try:
             if rank == 2:
@@ -54,19 +53,19 @@ def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
             all_gather_object(None)
         except ResourceError as error:
             os.environ["LOCAL_RANK"] = "0"  # that of another waits for a launcher to end it
-            os._exit(told(error))
+            os._exit(report_error(error))
 
-    ended = run_processes(tmp_path, ends, 0, 1, 0)
-    assert [process.code for process in ended] == [3, 3, -9]
+    results = run_processes(tmp_path, end_one_process, 0, 1, 0)
+    assert [process.code for process in results] == [3, 3, -9]
     assert all(
         "\nerror: another process of this launch has ended" in "\n" + process.err
-        for process in ended[:2]
+        for process in results[:2]
     )
 
 
 @pytest.mark.distributed
-def test_what_differs_is_named_with_its_process(tmp_path: Path) -> None:
-    def differ(rank: int) -> None:
+def test_a_difference_is_named_with_its_process(tmp_path: Path) -> None:
+    def compare_values(rank: int) -> None:
         try:
             check_ranks_agree({"a": "1", "b": "2" if rank < 2 else "3"}, otherwise=": do this")
         except UserError as error:
@@ -77,7 +76,7 @@ def test_what_differs_is_named_with_its_process(tmp_path: Path) -> None:
                 ", expected 2, as in process 0 on " in str(error),
             )
 
-    for process in run_processes(tmp_path, differ, 0, 1, 0):
+    for process in run_processes(tmp_path, compare_values, 0, 1, 0):
         assert process.out.startswith("b 3 in process 2 on ") and process.out.endswith(
             "True True\n"
         ), process.err
@@ -87,10 +86,12 @@ def test_what_differs_is_named_with_its_process(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, dies: bool) -> None:
-    """Dead, which its launcher says of it, or later than the step's collective operation waits:
-    then the first names it."""
+    """The process is dead, or it is later than the timeout of the collective operation.
 
-    def step(rank: int) -> None:
+    In the second case the message of rank 0 names it.
+    """
+
+    def run_step(rank: int) -> None:
         processes.FAILED_STEP_TIMEOUT_S = 0.5
         all_gather_object(None)
         try:
@@ -100,9 +101,9 @@ def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, 
                 torch.distributed.all_reduce(torch.zeros(1))
         except ResourceError as error:
             os.environ["LOCAL_RANK"] = "0"  # that of another waits for a launcher to end it
-            os._exit(told(error))
+            os._exit(report_error(error))
 
-    first, second, _ = run_processes(tmp_path, step, 0, 1, 0, timeout=timedelta(seconds=4))
+    first, second, _ = run_processes(tmp_path, run_step, 0, 1, 0, timeout=timedelta(seconds=4))
     assert first.code == second.code == 3
     for process in (first, second):
         assert process.err.count("error: another process of this launch has ended or hangs (") == 1
@@ -110,6 +111,6 @@ def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, 
     assert dies or "[Rank 0]: Ranks 2 failed to pass" in first.err
 
 
-def test_other_failures_are_no_other_process_s_fault() -> None:
+def test_other_failures_are_not_blamed_on_another_process() -> None:
     with pytest.raises(RuntimeError, match="shapes"), report_failed_collectives("repeat it"):
         raise RuntimeError("shapes do not fit")

@@ -1,5 +1,7 @@
-"""A long task: a table of its cost before it, refused where the disk has no room; a bar on a
-terminal, few lines in a log file."""
+"""A long task shows its cost first, then a bar on a terminal or a few lines in a log file.
+
+It is refused where the disk has no room.
+"""
 
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from specdistill.common.progress import (
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only when a test says so."""
+    """A clock that advances only when a test sets it."""
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
@@ -66,7 +68,7 @@ def test_a_slow_speed_has_decimals(speed, shown):
     assert format_speed(speed) == shown
 
 
-def test_a_task_that_fails_leaves_the_word_to_its_error(capsys):
+def test_a_task_that_fails_prints_no_last_line(capsys):
     def fail():
         with show_progress("measuring", 2, "prompts"):
             raise ZeroDivisionError
@@ -76,7 +78,7 @@ def test_a_task_that_fails_leaves_the_word_to_its_error(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_of_several_processes_one_speaks(monkeypatch, capsys):
+def test_only_the_first_of_several_processes_shows_progress(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with show_progress("tokenizing", 1, "rows") as advance:
         advance()
@@ -110,15 +112,17 @@ def test_a_sample_is_scaled_to_the_whole() -> None:
     assert SAMPLE.times(100) == Cost(1000, 100_000, 60_000, 5_000_000, 200.0)
 
 
-def test_the_table_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_cost_of_a_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     announce("generating", SAMPLE.times(100), "10 rows in 2.0 s", tmp_path / "not" / "yet")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     rows = dict(
         tuple(cell.strip() for cell in line.split("│")[1:-1])
-        for line in said.splitlines()
+        for line in output.splitlines()
         if "│" in line
     )
-    assert "generating" in said and (rows["rows"], rows["tokens"], rows["loss tokens"]) == (
+    assert "generating" in output and (rows["rows"], rows["tokens"], rows["loss tokens"]) == (
         "1,000",
         "100,000",
         "60,000",
@@ -130,7 +134,7 @@ def test_the_table_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
-def test_what_has_no_room_is_refused_unless_told(
+def test_a_task_without_disk_space_is_refused_unless_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     huge = SAMPLE.times(1e15)

@@ -1,5 +1,4 @@
-"""What commands print, where names are hostile: no terminal is steered, and no encoding is too
-small."""
+"""Commands print hostile names without steering the terminal, in any encoding."""
 
 import io
 import json
@@ -24,9 +23,9 @@ from specdistill.evaluation.report.files import compute_digest, write_report
 from tests.simulated import simulate, simulated_report
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e\u2066\ufffe [link=http://evil.example]é[/link]"
-STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# A command that prints in every way that commands do.
-PRINTS = """
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# A command that prints in all the ways in which commands print.
+PRINTING_SCRIPT = """
 import logging, sys
 handler = logging.StreamHandler()  # as libraries make one when they are imported
 from specdistill.common.errors import UserError, run_and_report
@@ -49,8 +48,8 @@ sys.exit(run_and_report(command))
 
 
 @pytest.fixture(scope="module")
-def judged_again(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The arguments of `gate`, of a report and rules that others wrote."""
+def gate_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments of `gate` for a report and rules with hostile names."""
     folder, records = tmp_path_factory.mktemp("report"), simulate(8)
     report = simulated_report(records)
     report["suite"]["name"] = report["target"]["model"] = report["created"] = EVIL
@@ -65,28 +64,26 @@ def judged_again(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_names_of_others_steer_no_terminal_and_break_no_xml(
-    judged_again, encoding, tmp_path, monkeypatch
+def test_hostile_names_steer_no_terminal_and_break_no_xml(
+    gate_arguments, encoding, tmp_path, monkeypatch
 ):
-    code, out, err = said([*judged_again, f"output_dir={tmp_path}"], encoding, monkeypatch)
+    code, out, err = run_command([*gate_arguments, f"output_dir={tmp_path}"], encoding, monkeypatch)
     assert code == 1 and err == ""
     assert (
         "failed" in out
         and "[link=http://evil.example]" in out
         and ("é" if encoding == "utf-8" else "\\xe9") in out
     )
-    assert not STEERS.search(out)
+    assert not CONTROL_CHARACTERS.search(out)
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
     assert "\ufffd]0;owned" in suite.findall("testcase")[0].get(
         "name", ""
     ) and "[link=" in suite.get("name", "")
 
 
-def test_a_message_that_quotes_much_is_shortened_and_what_is_asked_for_is_not(
-    monkeypatch, tmp_path
-):
-    """Ours, and one of a library, whose handler of logging holds the stream."""
-    code, out, err = said(
+def test_a_long_message_is_shortened(monkeypatch, tmp_path):
+    """Messages of commands and those of a library's logging handler are shortened."""
+    code, out, err = run_command(
         ["doctor", f"draft={'x' * 5000}", f"suite={'y' * 5000}"], "utf-8", monkeypatch
     )
     assert code == 2 and out == "" and err.startswith("error: suite: ")
@@ -103,14 +100,18 @@ def test_json_is_whole_in_any_encoding(tmp_path, monkeypatch):
     target = tmp_path / "é\u202e"
     target.mkdir()
     shutil.copy(PICO / "config.json", target)
-    code, out, _ = said(["plan", f"target={target}", "hub=false", "--json"], "ascii", monkeypatch)
+    code, out, _ = run_command(
+        ["plan", f"target={target}", "hub=false", "--json"], "ascii", monkeypatch
+    )
     assert code == 0 and json.loads(out)["target"]["model"] == str(target)
 
 
 @pytest.mark.long  # imports DeepSpeed
 def test_noise_of_libraries_is_not_shown(monkeypatch):
-    """By the libraries themselves: DeepSpeed without a GPU, and a Hub that does not answer. What
-    else they say is shown."""
+    """The noise is of DeepSpeed without a GPU, and of a Hub that does not answer.
+
+    Other messages of these libraries are shown.
+    """
     from deepspeed.accelerator import real_accelerator
     from huggingface_hub import close_session
     from huggingface_hub.utils._http import http_backoff, httpx2
@@ -138,31 +139,31 @@ def test_noise_of_libraries_is_not_shown(monkeypatch):
     monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
     run_and_report(command)
     close_session()
-    assert len(records) > 3  # so each of the others was one that is left out
+    assert len(records) > 3  # so the messages above had been left out
 
 
-def said(
+def run_command(
     arguments: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command whose streams have this encoding."""
+    """Return the exit code, stdout and stderr of a command whose streams have this encoding."""
     outputs = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
     for name, output in zip(("stdout", "stderr"), outputs, strict=True):
         monkeypatch.setattr(sys, name, output)
     try:
         code = main(arguments)
-    except SystemExit as ended:  # a script
-        code = ended.code
+    except SystemExit as exit_error:  # a script
+        code = exit_error.code
     return code, *(output.detach().getvalue().decode(encoding) for output in outputs)
 
 
-def on_a_terminal(*arguments: str) -> tuple[int, str]:
-    """What a terminal gets of Python with these arguments."""
-    terminal, its_end = pty.openpty()
-    termios.tcsetwinsize(its_end, (40, 120))
+def run_on_a_terminal(*arguments: str) -> tuple[int, str]:
+    """Return the exit code of Python with these arguments, and what a terminal gets from it."""
+    terminal, process_end = pty.openpty()
+    termios.tcsetwinsize(process_end, (40, 120))
     process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=its_end, stderr=its_end, stdin=its_end
+        [sys.executable, *arguments], stdout=process_end, stderr=process_end, stdin=process_end
     )
-    os.close(its_end)
+    os.close(process_end)
     shown = b""
     while True:
         try:
@@ -171,14 +172,16 @@ def on_a_terminal(*arguments: str) -> tuple[int, str]:
             return process.wait(), shown.decode()
 
 
-def test_a_terminal_has_colours_and_bars_and_nothing_of_others(monkeypatch):
+def test_a_terminal_gets_colours_and_bars_but_no_hostile_sequences(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    code, shown = on_a_terminal("-c", PRINTS, EVIL)
+    code, shown = run_on_a_terminal("-c", PRINTING_SCRIPT, EVIL)
     assert code == 2 and shown.count("\ufffd]0;owned\ufffd") == 5 and "a \ufffd\ufffd]0" in shown
     assert (
         "\x1b[32mgreen\x1b[0m" in shown
         and "\rfetching: 100%" in shown
         and "1/1\x1b[0m rows" in shown
     )
-    ours = r"\r\n|\x1b\[[\d;]*m|\x1b\[\?25[lh]|\x1b\[(2K|A)|\r(?=\x1b\[2K|fetching|a file| +\x1b)"
-    assert not STEERS.search(re.sub(rf"\r(?= +\x1b\[A)|{ours}", "", shown))
+    allowed_sequences = (
+        r"\r\n|\x1b\[[\d;]*m|\x1b\[\?25[lh]|\x1b\[(2K|A)|\r(?=\x1b\[2K|fetching|a file| +\x1b)"
+    )
+    assert not CONTROL_CHARACTERS.search(re.sub(rf"\r(?= +\x1b\[A)|{allowed_sequences}", "", shown))

@@ -1,5 +1,4 @@
-"""Drafts in transformers' own loop, against its `generate()` without them: the same text,
-distribution and drafts as here."""
+"""Drafts in transformers' own loop keep its text and distribution, and draft as in our decoder."""
 
 from collections import Counter
 from itertools import product
@@ -24,69 +23,78 @@ PROMPT = torch.tensor([[5, 9, 5, 9, 20, 31]])
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 
 
-def written(target: FrozenTarget, proposer: Proposer | None = None, **options: Any) -> list[int]:
-    """What `generate()` adds to the prompt."""
-    own = {} if proposer is None else {"custom_generate": Draft("any", proposer, target)}
-    ids: Any = target.model.generate(PROMPT, **{**GREEDY, **own, **options})
+def generate_tokens(
+    target: FrozenTarget, proposer: Proposer | None = None, **options: Any
+) -> list[int]:
+    """Return the tokens that `generate()` adds to the prompt."""
+    draft_options = {} if proposer is None else {"custom_generate": Draft("any", proposer, target)}
+    ids: Any = target.model.generate(PROMPT, **{**GREEDY, **draft_options, **options})
     return list(ids[0, PROMPT.shape[1] :].tolist())
 
 
-def keep_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The draft tokens of each round from now on in which four may follow."""
-    kept: list[list[int]] = []
-    as_it_is = proposer.propose
+def record_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which the drafts of later rounds are added, where four tokens may follow."""
+    drafts: list[list[int]] = []
+    original_propose = proposer.propose
 
     def propose(
         state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        proposals: list[Proposal] = as_it_is(state, k, sampling, generators)
+        proposals: list[Proposal] = original_propose(state, k, sampling, generators)
         if k == 4:
-            kept.append(list(proposals[0].tokens))
+            drafts.append(list(proposals[0].tokens))
         return proposals
 
     monkeypatch.setattr(proposer, "propose", propose)
-    return kept
+    return drafts
 
 
 @pytest.fixture(scope="module")
 def plain(target: FrozenTarget) -> list[int]:
-    return written(target)
+    return generate_tokens(target)
 
 
 @pytest.mark.parametrize("name", [name for name in (*SHAPES, *OTHERS) if "tree" not in name])
 def test_drafts_and_greedy_text_are_those_of_this_decoder_and_of_generate(
     target: FrozenTarget, plain: list[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same drafts, round by round, up to the last ones, which are shorter: heads get the
-    features that they read here."""
+    """Drafts are the same in each round, up to the last rounds, which are shorter.
+
+    Heads therefore get the features that they get in our decoder.
+    """
     # A lookup alone has nothing to propose until a text repeats itself.
     num_tokens = 30 if name in ("ngram", "suffix") else 16
     here, there = proposer_of(name, target), proposer_of(name, target)
-    drafted, drafted_there = keep_drafts(here, monkeypatch), keep_drafts(there, monkeypatch)
+    drafted, drafted_there = record_drafts(here, monkeypatch), record_drafts(there, monkeypatch)
     run = Decoder(target, here).generate(
         PROMPT[0].tolist(), max_new_tokens=num_tokens, num_speculative_tokens=4
     )
-    text = written(target, there, max_new_tokens=num_tokens)
+    text = generate_tokens(target, there, max_new_tokens=num_tokens)
     assert text == plain[:num_tokens] == list(run.token_ids)
     assert drafted_there == drafted[: len(drafted_there)]
     assert len(drafted) - len(drafted_there) <= 4 and any(drafted_there)
 
 
-def widths(target: FrozenTarget, proposer: Proposer, **options: Any) -> list[int]:
-    """Tokens that the target reads in each pass: the prompt, then rounds of a token and its
-    draft."""
+def record_widths(target: FrozenTarget, proposer: Proposer, **options: Any) -> list[int]:
+    """Return how many tokens the target reads in each pass: the prompt, then rounds with drafts."""
     passes: list[int] = []
     with target.backbone.register_forward_hook(
         lambda _module, _inputs, output: passes.append(output.last_hidden_state.shape[1])
     ):
-        written(target, proposer, **options)
+        generate_tokens(target, proposer, **options)
     return passes
 
 
 def test_nothing_is_drafted_past_the_limit(target: FrozenTarget, plain: list[int]) -> None:
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
-    assert widths(target, oracle, max_new_tokens=13) == [6, 5, 5, 2]
-    assert widths(target, oracle, max_new_tokens=13, num_speculative_tokens=2) == [6, 3, 3, 3, 3]
+    assert record_widths(target, oracle, max_new_tokens=13) == [6, 5, 5, 2]
+    assert record_widths(target, oracle, max_new_tokens=13, num_speculative_tokens=2) == [
+        6,
+        3,
+        3,
+        3,
+        3,
+    ]
 
 
 def test_a_draft_with_the_targets_distribution_is_accepted_in_full(target: FrozenTarget) -> None:
@@ -98,7 +106,7 @@ def test_a_draft_with_the_targets_distribution_is_accepted_in_full(target: Froze
         "top_p": 0.9,
         "max_new_tokens": 16,
     }
-    assert widths(target, DraftModelProposer(target.model), **sampled) == [6, 5, 5, 5]
+    assert record_widths(target, DraftModelProposer(target.model), **sampled) == [6, 5, 5, 5]
 
 
 @pytest.mark.parametrize("kind", ["windows", "deepseek_v3"])
@@ -109,26 +117,26 @@ def test_targets_with_other_layers_keep_their_text(kind: str) -> None:
         else mtp_targets.tiny_target(kind)
     )
     target.model.generation_config.eos_token_id = []
-    plain = written(target)
-    wrong = [
+    plain = generate_tokens(target)
+    oracle_text = [
         token if index % 5 else (token + 1) % 200
         for index, token in enumerate([*PROMPT[0].tolist(), *plain])
     ]
-    assert written(target, Oracle(wrong)) == plain
-    assert written(target, proposer_of("eagle", target)) == plain
+    assert generate_tokens(target, Oracle(oracle_text)) == plain
+    assert generate_tokens(target, proposer_of("eagle", target)) == plain
 
 
 def test_text_ends_where_generate_ends_it(target: FrozenTarget, plain: list[int]) -> None:
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
     assert plain.index(plain[6]) == 6  # within what is drafted in the second round
-    assert written(target, oracle, eos_token_id=plain[6]) == plain[:7]
-    assert [written(target, oracle, max_new_tokens=count) for count in (1, 2, 7)] == [
+    assert generate_tokens(target, oracle, eos_token_id=plain[6]) == plain[:7]
+    assert [generate_tokens(target, oracle, max_new_tokens=count) for count in (1, 2, 7)] == [
         plain[:count] for count in (1, 2, 7)
     ]
 
 
-class Drawing(ModelProposer):
-    """Of another model than the target, so that about half of what it draws is rejected."""
+class OtherModelProposer(ModelProposer):
+    """A proposer with another model than the target: about half of its draws are rejected."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(tiny_target_model(num_layers=1, vocab_size=5, seed=3), **options)
@@ -140,8 +148,10 @@ class Drawing(ModelProposer):
     [False, pytest.param(True, marks=pytest.mark.long)],
 )
 def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
-    """Counts of the tokens that two rounds add, against their probabilities by the model's own
-    logits; the same seed, so no flakes."""
+    """Counts of the tokens of two rounds fit their probabilities by the model's own logits.
+
+    The seed is fixed.
+    """
     model = tiny_target_model(num_layers=1, vocab_size=5)
     model.generation_config.eos_token_id = []
     target = FrozenTarget(model, tiny_tokenizer(), name="tiny")
@@ -159,7 +169,7 @@ def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
             .exp()
             .double()
         )
-    draft: Any = Draft("any", Drawing(one_hot=one_hot), target)
+    draft: Any = Draft("any", OtherModelProposer(one_hot=one_hot), target)
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "do_sample": True,
@@ -168,19 +178,24 @@ def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
         "max_new_tokens": 4,
         "pad_token_id": 0,
     }
-    found = Counter(
+    counts = Counter(
         tuple(model.generate(prompt, custom_generate=draft, **options)[0, 3:6].tolist())
         for _ in range(count)
     )
     common = [index for index, share in enumerate(expected.tolist()) if share * count >= 5]
-    observed = [found[texts[index]] for index in common]
-    wanted = [share * count for share in expected[common].tolist()]
+    observed = [counts[texts[index]] for index in common]
+    expected_counts = [share * count for share in expected[common].tolist()]
     assert (
-        chisquare([*observed, count - sum(observed)], [*wanted, count - sum(wanted)]).pvalue > 0.01
+        chisquare(
+            [*observed, count - sum(observed)], [*expected_counts, count - sum(expected_counts)]
+        ).pvalue
+        > 0.01
     )
 
 
-def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget, plain: list[int]) -> None:
+def test_inputs_that_a_draft_cannot_read_are_refused(
+    target: FrozenTarget, plain: list[int]
+) -> None:
     draft: Any = Draft("eagle3", proposer_of("eagle3", target), target)
     with refused("custom_generate", "a draft of another model"):
         tiny_target_model().generate(PROMPT, custom_generate=draft, **GREEDY)
@@ -191,7 +206,7 @@ def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget, plain: list[i
             target.model.generate(custom_generate=draft, **inputs, **GREEDY)
     recurrent = mtp_targets.tiny_target("qwen3_next")
     with refused("custom_generate", holds="recurrent"):
-        written(recurrent, Oracle([5] * 50))
+        generate_tokens(recurrent, Oracle([5] * 50))
     # a call that failed leaves the model as it was
     assert "_get_candidate_generator" not in vars(target.model)
-    assert written(target, DraftModelProposer(target.model)) == plain
+    assert generate_tokens(target, DraftModelProposer(target.model)) == plain

@@ -1,5 +1,4 @@
-"""Every option of transformers' `generate()` with a draft: the same token ids as without one, or a
-refusal by the option's name."""
+"""Every option of `generate()` gives the same tokens with a draft, or is refused by its name."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from tests.proposers import behind_lookup, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
-# Eight tokens, so that drafts of noise are accepted now and then, too: four special ones and !"#$.
+# Eight tokens, so that even random drafts are sometimes accepted: four special ones and !"#$.
 VOCABULARY = 8
 PROMPTS = ((5, 4, 5, 4, 7, 3), (1, 2, 3, 4), (6,), (0, 7, 0, 7, 0, 7, 1, 1, 1, 1, 1, 1))
 LENGTH = 16
@@ -72,8 +71,10 @@ def build_proposer(method: str, target: FrozenTarget) -> Proposer:
 
 @pytest.fixture(scope="module")
 def draft_of(target: FrozenTarget) -> Callable[[str], Draft]:
-    """One draft for each method, as if loaded once: each test goes on with what the tests before
-    left."""
+    """A function that returns the draft of a method, which is loaded once.
+
+    Each test continues with the state that earlier tests left.
+    """
     drafts: dict[str, Draft] = {}
 
     def draft(method: str) -> Draft:
@@ -93,7 +94,7 @@ class StopsAtLength(StoppingCriteria):
 
 
 class StopsAtCall(StoppingCriteria):
-    """Has a state, and answers with a plain bool, which transformers allows."""
+    """A criterion with a state, which returns a plain bool, as transformers allows."""
 
     def __init__(self, num_calls: int) -> None:
         self.num_calls = num_calls
@@ -119,7 +120,7 @@ class StopsByScores(StoppingCriteria):
 
 
 class EndsAtCall(LogitsProcessor):
-    """Has a state, and writes into the scores: the token 0 at a call."""
+    """A processor with a state, which writes into the scores: token 0 wins at one call only."""
 
     def __init__(self, num_calls: int) -> None:
         self.num_calls = num_calls
@@ -141,31 +142,31 @@ def healing_tokenizer() -> Any:
     return tokenizer
 
 
-def criteria(*all_of_them: StoppingCriteria) -> StoppingCriteriaList:
-    return StoppingCriteriaList(all_of_them)
+def make_criteria(*criteria: StoppingCriteria) -> StoppingCriteriaList:
+    return StoppingCriteriaList(criteria)
 
 
-# Made anew for each call: some have a state.
+# Functions, because some options have a state and are created anew for each call.
 STOPS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
-    "a criterion of length": lambda: {"stopping_criteria": criteria(StopsAtLength(13))},
-    "a criterion of tokens": lambda: {"stopping_criteria": criteria(StopsAtRepeat())},
-    "a criterion with a state": lambda: {"stopping_criteria": criteria(StopsAtCall(11))},
+    "a criterion of length": lambda: {"stopping_criteria": make_criteria(StopsAtLength(13))},
+    "a criterion of tokens": lambda: {"stopping_criteria": make_criteria(StopsAtRepeat())},
+    "a criterion with a state": lambda: {"stopping_criteria": make_criteria(StopsAtCall(11))},
     "a criterion of scores": lambda: {
-        "stopping_criteria": criteria(StopsByScores()),
+        "stopping_criteria": make_criteria(StopsByScores()),
         "return_dict_in_generate": True,
         "output_scores": True,
     },
     "several criteria": lambda: {
-        "stopping_criteria": criteria(StopsAtCall(17), StopsAtRepeat()),
+        "stopping_criteria": make_criteria(StopsAtCall(17), StopsAtRepeat()),
         "eos_token_id": 7,
     },
     "a longer max length as a criterion": lambda: {
         "max_new_tokens": 5,
-        "stopping_criteria": criteria(MaxLengthCriteria(19)),
+        "stopping_criteria": make_criteria(MaxLengthCriteria(19)),
     },
     "a shorter max length as a criterion": lambda: {
-        "stopping_criteria": criteria(MaxLengthCriteria(2))
+        "stopping_criteria": make_criteria(MaxLengthCriteria(2))
     },
     "a stop string": lambda: {"stop_strings": '"', "tokenizer": tiny_tokenizer()},
     "stop strings over two tokens": lambda: {
@@ -173,7 +174,7 @@ STOPS: dict[str, Callable[[], dict[str, Any]]] = {
         "tokenizer": tiny_tokenizer(),
     },
     "stop strings as a criterion": lambda: {
-        "stopping_criteria": criteria(StopStringCriteria(tiny_tokenizer(), "#"))
+        "stopping_criteria": make_criteria(StopStringCriteria(tiny_tokenizer(), "#"))
     },
     "stop strings of a generation config": lambda: {
         "generation_config": GenerationConfig(stop_strings=["!", '""']),
@@ -262,7 +263,7 @@ STOPS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def new_tokens(
+def generate_new_tokens(
     target: FrozenTarget, prompt: Sequence[int], options: dict[str, Any], **more: Any
 ) -> list[int]:
     options = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0, **options, **more}
@@ -273,14 +274,14 @@ def new_tokens(
 
 @pytest.fixture(scope="module")
 def plain(target: FrozenTarget) -> Callable[[str, Sequence[int]], list[int]]:
-    """What `generate()` adds to a prompt without a draft."""
-    return cache(lambda stop, prompt: new_tokens(target, prompt, STOPS[stop]()))
+    """A function that returns the tokens that `generate()` adds to a prompt without a draft."""
+    return cache(lambda stop, prompt: generate_new_tokens(target, prompt, STOPS[stop]()))
 
 
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize(
     "methods",
-    # Long: the grid of all methods and prompts takes five seconds for each option.
+    # Marked long: all methods and prompts take five seconds for each option.
     [
         pytest.param(QUICK_METHODS, id="quick"),
         pytest.param(METHODS, id="all", marks=pytest.mark.long),
@@ -293,20 +294,20 @@ def test_tokens_are_those_of_generate(
     stop: str,
     methods: tuple[str, ...],
 ) -> None:
-    """A grid of options, methods and prompts."""
+    """All options, methods and prompts are combined."""
     for prompt, method in product(PROMPTS if methods == METHODS else PROMPTS[:1], methods):
-        found = new_tokens(
+        tokens = generate_new_tokens(
             target,
             prompt,
             STOPS[stop](),
             custom_generate=draft_of(method),
             num_speculative_tokens=5,
         )
-        assert found == plain(stop, prompt), (method, prompt)
+        assert tokens == plain(stop, prompt), (method, prompt)
 
 
 def test_most_options_end_the_text_early(plain: Any) -> None:
-    """So that the grid is about where a text ends."""
+    """The combinations above test where a text ends."""
     lengths = [len(plain(stop, prompt)) for stop, prompt in product(STOPS, PROMPTS[:1])]
     assert sum(length < LENGTH for length in lengths) > len(lengths) / 2
     assert len(set(lengths)) > 7
@@ -335,21 +336,21 @@ def test_padding_in_front_of_a_prompt_changes_no_token(
 def test_a_lookup_leaves_sampled_tokens_as_they_are(
     target: FrozenTarget, draft_of: Any, method: str, stop: str
 ) -> None:
-    """Tokens that are certain are verified by the random numbers that `generate()` draws."""
+    """Certain tokens are verified with the random numbers that `generate()` draws."""
     sampled = {"do_sample": True, "temperature": 0.7, "top_k": 6, "top_p": 0.95}
     for seed in range(3):
         torch.manual_seed(seed)
-        expected = new_tokens(target, PROMPTS[0], STOPS[stop](), **sampled)
+        expected = generate_new_tokens(target, PROMPTS[0], STOPS[stop](), **sampled)
         torch.manual_seed(seed)
         assert (
-            new_tokens(
+            generate_new_tokens(
                 target, PROMPTS[0], STOPS[stop](), custom_generate=draft_of(method), **sampled
             )
             == expected
         )
 
 
-class Recorded(BaseStreamer):
+class RecordingStreamer(BaseStreamer):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
@@ -366,41 +367,49 @@ class Recorded(BaseStreamer):
 def test_a_streamer_gets_what_it_gets_without_a_draft(
     target: FrozenTarget, draft_of: Any, stop: str
 ) -> None:
-    expected, found = Recorded(), Recorded()
-    new_tokens(target, PROMPTS[1], STOPS[stop](), streamer=expected)
-    new_tokens(
-        target, PROMPTS[1], STOPS[stop](), streamer=found, custom_generate=draft_of("all accepted")
+    expected, streamer = RecordingStreamer(), RecordingStreamer()
+    generate_new_tokens(target, PROMPTS[1], STOPS[stop](), streamer=expected)
+    generate_new_tokens(
+        target,
+        PROMPTS[1],
+        STOPS[stop](),
+        streamer=streamer,
+        custom_generate=draft_of("all accepted"),
     )
-    assert found.calls == expected.calls
+    assert streamer.calls == expected.calls
 
 
-def test_details_are_those_of_generate(target: FrozenTarget, draft_of: Any) -> None:
-    """Scores and logits of each token, and a KV cache that `generate()` can go on with."""
-    asked = {
+def test_scores_logits_and_cache_are_those_of_generate(target: FrozenTarget, draft_of: Any) -> None:
+    """`generate()` can also continue with the KV cache that a draft leaves."""
+    requested_outputs = {
         "return_dict_in_generate": True,
         "output_scores": True,
         "output_logits": True,
         "max_new_tokens": LENGTH,
     }
-    options = {**asked, "repetition_penalty": 1.2, "eos_token_id": 7}
+    options = {**requested_outputs, "repetition_penalty": 1.2, "eos_token_id": 7}
     prompt = torch.tensor([PROMPTS[0]])
-    expected: Any = target.model.generate(prompt, **options)
-    found: Any = target.model.generate(prompt, custom_generate=draft_of("all accepted"), **options)
-    assert type(found) is type(expected) and torch.equal(found.sequences, expected.sequences)
+    expected_output: Any = target.model.generate(prompt, **options)
+    output: Any = target.model.generate(prompt, custom_generate=draft_of("all accepted"), **options)
+    assert type(output) is type(expected_output) and torch.equal(
+        output.sequences, expected_output.sequences
+    )
     assert (
-        len(found.scores)
-        == len(found.logits)
-        == found.sequences.shape[1] - prompt.shape[1]
+        len(output.scores)
+        == len(output.logits)
+        == output.sequences.shape[1] - prompt.shape[1]
         < LENGTH
     )
     for name in ("scores", "logits"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
-    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+        torch.testing.assert_close(getattr(output, name), getattr(expected_output, name))
+    assert (
+        output.past_key_values.get_seq_length() == expected_output.past_key_values.get_seq_length()
+    )
     more = [
         target.model.generate(
-            each.sequences, past_key_values=each.past_key_values, max_new_tokens=9
+            result.sequences, past_key_values=result.past_key_values, max_new_tokens=9
         )
-        for each in (expected, found)
+        for result in (expected_output, output)
     ]
     assert torch.equal(*more)
 
@@ -416,12 +425,12 @@ def test_targets_with_windows_end_where_they_end_without_a_draft(stop: str) -> N
         Draft("no", proposer_of("eagle3", target), target),
     ):
         outputs: list[Any] = []
-        for own in ({}, {"custom_generate": draft}):
-            done: Any = target.model.generate(
-                torch.tensor([PROMPTS[0]]), **{**options, **STOPS[stop](), **own}
+        for draft_options in ({}, {"custom_generate": draft}):
+            result: Any = target.model.generate(
+                torch.tensor([PROMPTS[0]]), **{**options, **STOPS[stop](), **draft_options}
             )
             more = target.model.generate(
-                done.sequences, past_key_values=done.past_key_values, max_new_tokens=12
+                result.sequences, past_key_values=result.past_key_values, max_new_tokens=12
             )
             outputs.append(more.tolist())
         assert outputs[0] == outputs[1]
@@ -439,19 +448,19 @@ def test_a_call_that_fails_leaves_draft_and_model_as_they_were(
     attributes = set(vars(target.model))
     for method in QUICK_METHODS:
         with pytest.raises(ZeroDivisionError):
-            new_tokens(
+            generate_new_tokens(
                 target,
                 PROMPTS[0],
-                {"stopping_criteria": criteria(Fails())},
+                {"stopping_criteria": make_criteria(Fails())},
                 custom_generate=draft_of(method),
             )
         assert set(vars(target.model)) == attributes
         assert not any(
             module._forward_hooks or module._forward_pre_hooks for module in target.model.modules()
         )
-        assert new_tokens(target, PROMPTS[0], {}, custom_generate=draft_of(method)) == plain(
-            "nothing", PROMPTS[0]
-        )
+        assert generate_new_tokens(
+            target, PROMPTS[0], {}, custom_generate=draft_of(method)
+        ) == plain("nothing", PROMPTS[0])
 
 
 def test_other_callables_get_what_transformers_gives_them(target: FrozenTarget) -> None:
@@ -463,12 +472,12 @@ def test_other_callables_get_what_transformers_gives_them(target: FrozenTarget) 
         "custom_generate": loop,
         "mine": 3,
         "tokenizer": tiny_tokenizer(),
-        "streamer": Recorded(),
+        "streamer": RecordingStreamer(),
     }
-    assert new_tokens(target, PROMPTS[0], options) == []
+    assert generate_new_tokens(target, PROMPTS[0], options) == []
 
 
-# Options that nothing but their value refuses.
+# Values that are refused for the options that are not supported.
 REFUSED: dict[str, Any] = {
     "num_beams": 2,
     "num_beam_groups": 2,
@@ -503,12 +512,12 @@ REFUSED["continuous_batching_config"] = {"max_batch_tokens": 8}
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
-def test_what_a_draft_does_not_support_is_refused_by_name(
+def test_options_that_a_draft_does_not_support_are_refused_by_name(
     target: FrozenTarget, draft_of: Any, name: str
 ) -> None:
     value = target.model if name == "assistant_model" else REFUSED[name]
     with refused(name):
-        new_tokens(
+        generate_new_tokens(
             target,
             PROMPTS[0],
             {name: value},
@@ -526,20 +535,20 @@ def test_inputs_that_a_draft_does_not_support_are_refused_by_name(
         )
     with refused("past_key_values", "StaticCache"):
         static = StaticCache(target.model.config, max_cache_len=40)
-        new_tokens(
+        generate_new_tokens(
             target, PROMPTS[0], {"past_key_values": static}, custom_generate=draft_of("ngram")
         )
     for k in (0, -1, 2.5, "4"):
         with refused("num_speculative_tokens", k):
-            new_tokens(
+            generate_new_tokens(
                 target, PROMPTS[0], {}, custom_generate=draft_of("ngram"), num_speculative_tokens=k
             )
     tree = behind_lookup(proposer_of("eagle3", target), draft_tree={"branching": [2, 2]})
     with refused("custom_generate", holds="draft_tree"):
-        new_tokens(target, PROMPTS[0], {}, custom_generate=Draft("eagle3", tree, target))
+        generate_new_tokens(target, PROMPTS[0], {}, custom_generate=Draft("eagle3", tree, target))
 
 
-# Fields that change something, and are tried above or need no trial.
+# Fields that have an effect, and are tested above or need no test.
 HONOURED = {
     *(
         "max_length",
@@ -616,22 +625,22 @@ def test_each_field_of_a_generation_config_is_honoured_or_refused() -> None:
 
 
 @pytest.mark.parametrize("method", QUICK_METHODS)
-def test_options_of_the_models_own_generation_config_count(
+def test_options_of_the_models_own_generation_config_are_applied(
     target: FrozenTarget, draft_of: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = GenerationConfig(
+    config = GenerationConfig(
         stop_strings=["#$", "!"],
         eos_token_id=[0],
         min_new_tokens=3,
         suppress_tokens=[2],
         max_length=20,
     )
-    monkeypatch.setattr(target.model, "generation_config", own)
+    monkeypatch.setattr(target.model, "generation_config", config)
     for prompt in map(torch.tensor, ([PROMPTS[0]], [PROMPTS[1]])):
         expected = target.model.generate(prompt, tokenizer=tiny_tokenizer())
-        found = target.model.generate(
+        tokens = target.model.generate(
             prompt, tokenizer=tiny_tokenizer(), custom_generate=draft_of(method)
         )
-        assert torch.equal(found, expected)
+        assert torch.equal(tokens, expected)
     with pytest.raises(ValueError, match="tokenizer"):  # as without a draft
         target.model.generate(prompt, custom_generate=draft_of(method))

@@ -1,5 +1,4 @@
-"""Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the
-same draws and in distribution."""
+"""Texts decoded in a batch are those that are decoded alone, both greedy and sampled."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,14 +32,14 @@ def target() -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
-def prompts_of(count: int) -> list[list[int]]:
-    """Random prompts of 1 to 40 tokens."""
+def draw_prompts(count: int) -> list[list[int]]:
+    """Return random prompts of 1 to 40 tokens."""
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(1, 41, (count,), generator=generator).tolist()
     return [torch.randint(3, 250, (length,), generator=generator).tolist() for length in lengths]
 
 
-PROMPTS = prompts_of(64)
+PROMPTS = draw_prompts(64)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def plain(target: FrozenTarget) -> list[Generation]:
     return [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:7]]
 
 
-# One of each way to draft; the others are long, as there are thirty.
+# One of each way to draft. The others are marked long: there are thirty.
 QUICK = (
     "plain",
     "eagle3, pruned",
@@ -70,7 +69,7 @@ NAMES = [
 ]
 
 
-def drafting(name: str, target: FrozenTarget) -> Proposer | None:
+def build_proposer(name: str, target: FrozenTarget) -> Proposer | None:
     return None if name == "plain" else proposer_of(name, target)
 
 
@@ -86,7 +85,7 @@ def decode(
     )
 
 
-def texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
+def list_texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
     return [generation.token_ids for generation in generations]
 
 
@@ -97,9 +96,9 @@ def texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
 def test_greedy_text_of_each_row_is_its_text_alone(
     target: FrozenTarget, plain: list[Generation], name: str
 ) -> None:
-    """Of seven rows, which leave at different lengths until one is left."""
-    generations = decode(target, drafting(name, target), PROMPTS[:7])
-    assert texts(generations) == texts(plain)
+    """Seven rows leave the batch at different lengths until one row is left."""
+    generations = decode(target, build_proposer(name, target), PROMPTS[:7])
+    assert list_texts(generations) == list_texts(plain)
     assert [generation.stopped for generation in generations] == [
         generation.stopped for generation in plain
     ]
@@ -117,9 +116,8 @@ def test_greedy_text_of_each_row_is_its_text_alone(
         "suffix",
     ],
 )
-def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> None:
-    """Not only the text: what is drafted and accepted in each round, though neighbours accept more
-    or less, or stop."""
+def test_rounds_of_each_row_are_its_rounds_alone(target: FrozenTarget, name: str) -> None:
+    """Each round drafts and accepts the same, though neighbours accept more or less, or stop."""
     proposer = proposer_of(name, target)
     together = decode(target, proposer, PROMPTS[:7])
     for prompt, generation in zip(PROMPTS, together, strict=False):
@@ -157,11 +155,13 @@ MORE_TREES: list[tuple[str, TreeShape | None]] = [
     # a third of a second each
     [*TREES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_TREES)],
 )
-def test_trees_are_those_of_the_row_alone(
+def test_trees_of_each_row_are_its_trees_alone(
     target: FrozenTarget, name: str, tree: TreeShape | None, sampling: Sampling
 ) -> None:
-    """Each round's tokens, whichever neighbours it has; the greedy text is transformers'. With
-    top-p rows differ in their nodes."""
+    """Each round has the same tokens, whichever neighbours a row has; greedy text is transformers'.
+
+    With top-p the trees of the rows differ in their nodes.
+    """
     proposer = proposer_of(name, target)
     options: dict[str, Any] = {
         "max_new_tokens": 14,
@@ -170,22 +170,22 @@ def test_trees_are_those_of_the_row_alone(
         "sampling": sampling,
     }
 
-    def seeded(row: int) -> torch.Generator:
+    def make_generator(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
     together = Decoder(target, proposer).generate_all(
-        PROMPTS[:3], generators=[*map(seeded, range(3))], **options
+        PROMPTS[:3], generators=[*map(make_generator, range(3))], **options
     )
     for row, (prompt, generation) in enumerate(zip(PROMPTS, together, strict=False)):
-        alone = Decoder(target, proposer).generate(prompt, generator=seeded(row), **options)
+        alone = Decoder(target, proposer).generate(prompt, generator=make_generator(row), **options)
         assert [
             (r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in generation.rounds
         ] == [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in alone.rounds]
         if sampling.is_greedy:
-            theirs = target.model.generate(
+            reference_ids = target.model.generate(
                 torch.tensor([prompt]), max_new_tokens=14, do_sample=False
             )[0, len(prompt) :]
-            assert list(generation.token_ids) == theirs.tolist()
+            assert list(generation.token_ids) == reference_ids.tolist()
 
 
 @pytest.mark.parametrize("kind", ["sliding windows", "latent attention"])
@@ -202,10 +202,10 @@ def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
         ngram_proposer(),
         DraftModelProposer(target.model),
     ):
-        assert texts(decode(target, proposer, PROMPTS[:5])) == texts(alone)
-    assert texts(
+        assert list_texts(decode(target, proposer, PROMPTS[:5])) == list_texts(alone)
+    assert list_texts(
         decode(target, DraftModelProposer(target.model), PROMPTS[:5], tree=DYNAMIC)
-    ) == texts(alone)
+    ) == list_texts(alone)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def near_tie_texts() -> tuple[FrozenTarget, list[tuple[int, ...]]]:
     """A target of near-ties, and the texts of three prompts, each decoded on its own."""
     target = twins()
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:3]]
-    return target, texts(alone)
+    return target, list_texts(alone)
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])
@@ -221,9 +221,9 @@ def test_near_ties_are_broken_as_for_one_text(
     near_tie_texts: tuple[FrozenTarget, list[tuple[int, ...]]], name: str, monkeypatch: Any
 ) -> None:
     target, alone = near_tie_texts
-    assert texts(decode(target, drafting(name, target), PROMPTS[:3])) == alone
+    assert list_texts(decode(target, build_proposer(name, target), PROMPTS[:3])) == alone
     monkeypatch.setattr(near_ties, "NEAR_TIE", -1.0)
-    assert texts(decode(target, drafting(name, target), PROMPTS[:3])) != alone
+    assert list_texts(decode(target, build_proposer(name, target), PROMPTS[:3])) != alone
 
 
 # --- Sampled text
@@ -242,22 +242,24 @@ def test_near_ties_are_broken_as_for_one_text(
         pytest.param("ngram", marks=pytest.mark.long),
     ],
 )
-def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(
+def test_sampled_text_of_a_row_does_not_depend_on_the_others(
     target: FrozenTarget, name: str
 ) -> None:
-    """The same generator gives the same text: alone, and in two batches with other neighbours."""
-    proposer, sampling = drafting(name, target), Sampling(0.8, top_k=20)
+    """The same generator gives the same text alone and in two batches with other neighbours."""
+    proposer, sampling = build_proposer(name, target), Sampling(0.8, top_k=20)
 
-    def seeded(*seeds: int) -> list[torch.Generator]:
+    def make_generators(*seeds: int) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    first = decode(target, proposer, PROMPTS[:4], sampling=sampling, generators=seeded(0, 1, 2, 3))
+    first = decode(
+        target, proposer, PROMPTS[:4], sampling=sampling, generators=make_generators(0, 1, 2, 3)
+    )
     second = decode(
         target,
         proposer,
         [PROMPTS[9], PROMPTS[2], PROMPTS[1]],
         sampling=sampling,
-        generators=seeded(9, 2, 1),
+        generators=make_generators(9, 2, 1),
     )
     options = {
         "max_new_tokens": NEW_TOKENS,
@@ -270,17 +272,18 @@ def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(
         )
         for row in range(4)
     ]
-    assert texts(first) == texts(alone)
-    assert texts(second[1:]) == [alone[2].token_ids, alone[1].token_ids]
+    assert list_texts(first) == list_texts(alone)
+    assert list_texts(second[1:]) == [alone[2].token_ids, alone[1].token_ids]
     assert len({generation.token_ids[:8] for generation in first}) == 4
 
 
 # --- Times and refusals
 
 
-def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypatch: Any) -> None:
-    """A clock that ticks once whenever it is asked: all shares together are the ticks from the
-    first to the last."""
+def test_shares_of_the_time_add_up_to_that_of_the_batch(
+    target: FrozenTarget, monkeypatch: Any
+) -> None:
+    """The clock ticks once whenever it is read; the shares add up to the ticks in between."""
     ticks = [0]
 
     def tick(device: torch.device) -> float:
@@ -292,10 +295,10 @@ def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypat
     assert sum(generation.seconds for generation in generations) == pytest.approx(ticks[0] - 1)
     assert len({len(generation.rounds) for generation in generations}) > 3
     for generation in generations:
-        inside = sum(r.draft_seconds + r.verify_seconds for r in generation.rounds)
+        seconds_in_rounds = sum(r.draft_seconds + r.verify_seconds for r in generation.rounds)
         assert (
             generation.prefill_seconds == 1 / 64
-            and generation.prefill_seconds + inside <= generation.seconds
+            and generation.prefill_seconds + seconds_in_rounds <= generation.seconds
         )
 
 
@@ -315,7 +318,7 @@ def test_prompts_that_do_not_fit_are_refused(
         )
 
 
-def test_what_cannot_be_batched_is_refused(target: FrozenTarget) -> None:
+def test_recurrent_models_are_refused_in_batches(target: FrozenTarget) -> None:
     recurrent = mtp_targets.tiny_target("qwen3_next")
     with refused(
         "eval.batch_size", "more than 1 for tiny qwen3_next, a model with recurrent layers"

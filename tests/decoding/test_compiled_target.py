@@ -1,5 +1,4 @@
-"""Passes of one shape, compiled: traced as one graph, lossless against transformers' `generate()`,
-refused where they cannot be."""
+"""Compiled passes of one shape are one graph and give the text of `generate()`, or are refused."""
 
 from functools import partial
 from typing import Any
@@ -23,12 +22,12 @@ PROMPT = [5, 9, 5, 9, 20, 31]
 NEW_TOKENS = 24
 
 
-def target_of(model: Any, name: str = "tiny") -> FrozenTarget:
+def build_target(model: Any, name: str = "tiny") -> FrozenTarget:
     model.generation_config.eos_token_id = []
     return FrozenTarget(model, tiny_tokenizer(), name=name)
 
 
-def generated(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
+def generate_reference(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
     model: Any = target.model
     ids = model.generate(
         torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
@@ -38,19 +37,19 @@ def generated(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """What is compiled: traced as for the compiler, and then run as it is."""
-    found: list[torch.fx.GraphModule] = []
+    """The compiled graphs, which are traced as for the compiler and then run as they are."""
+    traced_graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
-        found.append(graph)
+        traced_graphs.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    return found
+    return traced_graphs
 
 
-# "eagle3" reads the target's layers, "draft_model" is often right, "ngram" proposes nothing now and
-# then.
+# "eagle3" reads the target's layers, "draft_model" is often right, and "ngram" sometimes proposes
+# nothing.
 @pytest.mark.parametrize(
     ("name", "build"),
     [
@@ -64,15 +63,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         pytest.param("ngram", qwen, marks=pytest.mark.long),
     ],
 )
-def test_output_is_what_transformers_generates_by_one_graph(
+def test_one_graph_gives_the_output_of_transformers(
     name: str | None, build: Any, graphs: list[Any]
 ) -> None:
-    target = target_of(build())
+    target = build_target(build())
     decoder = Decoder(target, name and proposer_of(name, target), compiled=True)
-    # what the first has left in the KV cache does not show in the second
+    # what the first prompt left in the KV cache does not change the text of the second
     for prompt in (PROMPT, [7, *PROMPT, 50]):
         run = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
-        assert run.token_ids == generated(target, prompt)
+        assert run.token_ids == generate_reference(target, prompt)
     assert len(graphs) == 1
     if name == "draft_model":
         assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
@@ -80,7 +79,7 @@ def test_output_is_what_transformers_generates_by_one_graph(
 
 @pytest.mark.long  # ten graphs are traced
 def test_each_shape_has_a_graph_however_many_there_are(graphs: list[Any]) -> None:
-    target = target_of(tiny_target_model(num_layers=1))
+    target = build_target(tiny_target_model(num_layers=1))
     decoder = Decoder(target, ngram_proposer(), compiled=True)
     for k in range(1, 11):
         decoder.generate(PROMPT, max_new_tokens=4, num_speculative_tokens=k)
@@ -88,8 +87,8 @@ def test_each_shape_has_a_graph_however_many_there_are(graphs: list[Any]) -> Non
 
 
 @pytest.mark.long  # more than a second of tracing
-def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
-    target = target_of(tiny_target_model())
+def test_the_same_seed_gives_the_same_sampled_output(graphs: list[Any]) -> None:
+    target = build_target(tiny_target_model())
     texts = [
         Decoder(target, HeadProposer(build_eagle3(target, seed=0)), compiled=compiled)
         .generate(
@@ -108,17 +107,17 @@ def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
 @pytest.mark.long  # a compiler
 # which torch calls while it compiles
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_the_compiler_itself() -> None:
-    target = target_of(tiny_target_model(num_layers=2))
+def test_the_real_compiler_keeps_the_output() -> None:
+    target = build_target(tiny_target_model(num_layers=2))
     for proposer in (None, proposer_of("eagle3", target)):
         run = Decoder(target, proposer, compiled=True).generate(
             PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4
         )
-        assert run.token_ids == generated(target, PROMPT)
+        assert run.token_ids == generate_reference(target, PROMPT)
 
 
 class Branching(LlamaForCausalLM):  # type: ignore[misc]
-    """Its decoder asks for a number of its input, which no graph can."""
+    """A model whose decoder reads a number from its input, which no graph can do."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -129,19 +128,19 @@ class Branching(LlamaForCausalLM):  # type: ignore[misc]
 
 
 class Summing(LlamaForCausalLM):  # type: ignore[misc]
-    """Its decoder reads padding too, in passes over a KV cache that is allocated whole."""
+    """A model whose decoder also reads padding, in passes over a fully allocated KV cache."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         forward = self.model.forward
 
-        def summing(input_ids: Tensor, **kwargs: Any) -> Any:
+        def add_width(input_ids: Tensor, **kwargs: Any) -> Any:
             output = forward(input_ids, **kwargs)
             if type(kwargs.get("past_key_values")).__name__ == "StaticCache":
                 output.last_hidden_state = output.last_hidden_state + input_ids.shape[1]
             return output
 
-        self.model.forward = summing
+        self.model.forward = add_width
 
 
 @pytest.mark.parametrize(
@@ -159,8 +158,10 @@ class Summing(LlamaForCausalLM):  # type: ignore[misc]
     ],
     ids=["recurrent", "branching", "summing"],
 )
-def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any]) -> None:
-    target = target_of(build(), name="odd")
+def test_targets_that_cannot_be_compiled_are_refused(
+    build: Any, what: str, graphs: list[Any]
+) -> None:
+    target = build_target(build(), name="odd")
     with refused("eval.compile", f"true for odd, {what}"):
         Decoder(target, ngram_proposer(), compiled=True).generate(
             PROMPT, max_new_tokens=8, num_speculative_tokens=2
@@ -177,10 +178,10 @@ def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any
         pytest.param("eagle", Sampling(1.0), marks=pytest.mark.long),
     ],
 )
-def test_a_head_drafts_the_same_by_two_graphs(
+def test_a_head_drafts_the_same_with_two_graphs(
     name: str, sampling: Sampling, graphs: list[Any]
 ) -> None:
-    target, drafts = target_of(tiny_target_model()), []
+    target, drafts = build_target(tiny_target_model()), []
     for compiled in (False, True):
         head = proposer_of(name, target)
         head.compiled = compiled
@@ -196,4 +197,4 @@ def test_a_head_drafts_the_same_by_two_graphs(
         ]
         drafts.append([[round.drafted for round in run.rounds] for run in runs])
     assert drafts[0] == drafts[1] and drafts[1][0] == drafts[1][2]
-    assert 1 <= len(graphs) <= 2  # a single pass wide where nothing is ever accepted
+    assert 1 <= len(graphs) <= 2  # there is one graph where no draft is ever accepted

@@ -1,4 +1,4 @@
-"""What a GPU must do as a CPU does; skipped, saying so, where there is none."""
+"""A GPU decodes and trains as a CPU does; the tests are skipped where there is none."""
 
 from pathlib import Path
 

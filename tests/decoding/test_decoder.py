@@ -1,5 +1,4 @@
-"""Real decoding of a tiny target: lossless under every proposer, exact under sampling, right at
-every end."""
+"""Decoding of a tiny target is lossless with every proposer, and exact when sampling."""
 
 import statistics
 from collections import Counter
@@ -61,21 +60,21 @@ def test_greedy_output_is_the_plain_output(
 
 
 class LargestBuffer(TorchDispatchMode):
-    """How many bytes the largest tensor of any operation has."""
+    """A mode that records the bytes of the largest tensor that any operation returns."""
 
     num_bytes = 0
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = operation(*args, **(kwargs or {}))
+        result = operation(*args, **(kwargs or {}))
         sizes = [
             leaf.untyped_storage().nbytes()
-            for leaf in tree_leaves(made)
+            for leaf in tree_leaves(result)
             if isinstance(leaf, torch.Tensor)
         ]
         self.num_bytes = max([self.num_bytes, *sizes])
-        return made
+        return result
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ CHAIN, TREE = {"num_speculative_tokens": 4}, {"tree": StaticTree((2, 2, 2, 2))}
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_what_is_right_is_accepted_in_full(
+def test_right_proposals_are_accepted_in_full(
     target: FrozenTarget, plain: Generation, shape: dict[str, Any]
 ) -> None:
     fast = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(
@@ -114,8 +113,10 @@ def test_what_is_right_is_accepted_in_full(
 
 @pytest.mark.parametrize("kind", ["windows", *mtp_targets.KINDS])
 def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
-    """Sliding windows, recurrent layers, latent attention: rejections leave no trace, and drafts
-    that are right now and then are used."""
+    """Rejections leave no trace in windows, recurrent layers and latent attention.
+
+    The oracle is wrong at every fifth token, and some of its other tokens are accepted.
+    """
     target = (
         FrozenTarget(qwen(), tiny_tokenizer(), name=kind)
         if kind == "windows"
@@ -123,15 +124,15 @@ def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
     )
     target.model.generation_config.eos_token_id = []
     plain = Decoder(target).generate(PROMPT, max_new_tokens=24).token_ids
-    theirs = target.model.generate(
+    reference_ids = target.model.generate(
         torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, pad_token_id=0
     )  # type: ignore[operator]
-    assert list(plain) == theirs[0, len(PROMPT) :].tolist()
-    wrong = [
+    assert list(plain) == reference_ids[0, len(PROMPT) :].tolist()
+    oracle_text = [
         token if index % 5 else (token + 1) % 200 for index, token in enumerate([*PROMPT, *plain])
     ]
     for shape in [CHAIN] if target.is_recurrent else [CHAIN, TREE]:
-        run = Decoder(target, Oracle(wrong)).generate(PROMPT, max_new_tokens=24, **shape)
+        run = Decoder(target, Oracle(oracle_text)).generate(PROMPT, max_new_tokens=24, **shape)
         assert run.token_ids == plain
         assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
     for name in ("eagle", "mtp"):
@@ -174,8 +175,8 @@ def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(
 # --- Rounds, draws and refusals
 
 
-def draws(decoder: Decoder, seed: int, **shape: Any) -> Counter[tuple[int, ...]]:
-    """How often each (first, second, third token) was sampled."""
+def count_draws(decoder: Decoder, seed: int, **shape: Any) -> Counter[tuple[int, ...]]:
+    """Return how often each (first, second, third token) was sampled."""
     options = {
         "sampling": Sampling(temperature=0.7, top_k=3),
         "generator": torch.Generator().manual_seed(seed),
@@ -188,7 +189,7 @@ def draws(decoder: Decoder, seed: int, **shape: Any) -> Counter[tuple[int, ...]]
 
 @pytest.fixture(scope="module")
 def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
-    return draws(Decoder(target), seed=0)
+    return count_draws(Decoder(target), seed=0)
 
 
 PAIRS, STATIC, DYNAMIC = (
@@ -202,7 +203,7 @@ PAIRS, STATIC, DYNAMIC = (
     ("name", "shape"),
     [
         ("eagle3, pruned", PAIRS),
-        # The others are long: a hundred texts each, and another rule would show with any.
+        # The others are marked long: each samples a hundred texts, and any detects a wrong rule.
         *(
             pytest.param(name, PAIRS, marks=pytest.mark.long)
             for name in NAMES
@@ -221,11 +222,10 @@ PAIRS, STATIC, DYNAMIC = (
 def test_sampled_text_follows_the_targets_distribution(
     target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str, shape: dict[str, Any]
 ) -> None:
-    """Two samples, with and without the draft, are one distribution; the same seeds, so no
-    flakes."""
-    both = plain_draws, draws(Decoder(target, proposer_of(name, target)), seed=1, **shape)
-    keys = sorted(both[0].keys() | both[1].keys())
-    assert chi2_contingency([[counts[key] for key in keys] for counts in both]).pvalue > 0.01
+    """Samples with and without the draft have one distribution; the seeds are fixed."""
+    samples = plain_draws, count_draws(Decoder(target, proposer_of(name, target)), seed=1, **shape)
+    keys = sorted(samples[0].keys() | samples[1].keys())
+    assert chi2_contingency([[counts[key] for key in keys] for counts in samples]).pvalue > 0.01
 
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 8), (PROMPT, 251)])
@@ -241,20 +241,20 @@ def test_prompts_that_do_not_fit_are_refused(
 # --- What a round costs
 
 
-class Counted(list[int]):
-    """A sequence that counts how many tokens are read from it, or copied."""
+class CountingList(list[int]):
+    """A list that counts how many tokens are read from it or copied."""
 
     num_read = 0
 
     def __iter__(self) -> Iterator[int]:
         for token in super().__iter__():
-            Counted.num_read += 1
+            CountingList.num_read += 1
             yield token
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        Counted.num_read += len(found) if isinstance(index, slice) else 1
-        return found
+        item = super().__getitem__(index)
+        CountingList.num_read += len(item) if isinstance(index, slice) else 1
+        return item
 
 
 @pytest.mark.parametrize("length", [20, 200])
@@ -266,22 +266,22 @@ def test_a_round_reads_as_many_tokens_however_long_the_text_is(
     proposer, begin_row, marks = proposer_of(name, target), SequenceState.__init__, []
     begin_draft, commit = DraftModelProposer.begin, SequenceState.commit
 
-    def counted_row(row: SequenceState, *arguments: Any) -> None:
+    def count_row_reads(row: SequenceState, *arguments: Any) -> None:
         begin_row(row, *arguments)
-        row.token_ids = Counted(row.token_ids)
+        row.token_ids = CountingList(row.token_ids)
 
-    def counted_draft(draft: DraftModelProposer, max_lengths: Sequence[int]) -> None:
+    def count_draft_reads(draft: DraftModelProposer, max_lengths: Sequence[int]) -> None:
         begin_draft(draft, max_lengths)
         for row in draft.rows:
-            row.ids = Counted(row.ids)
+            row.ids = CountingList(row.ids)
 
-    def marked(row: SequenceState, *arguments: Any) -> None:
-        marks.append(Counted.num_read)
+    def mark_round(row: SequenceState, *arguments: Any) -> None:
+        marks.append(CountingList.num_read)
         commit(row, *arguments)
 
-    monkeypatch.setattr(SequenceState, "__init__", counted_row)
-    monkeypatch.setattr(DraftModelProposer, "begin", counted_draft)
-    monkeypatch.setattr(SequenceState, "commit", marked)
+    monkeypatch.setattr(SequenceState, "__init__", count_row_reads)
+    monkeypatch.setattr(DraftModelProposer, "begin", count_draft_reads)
+    monkeypatch.setattr(SequenceState, "commit", mark_round)
     prompt = [5 + index * index % 97 for index in range(length)]
     options = {"max_new_tokens": 40, "num_speculative_tokens": 4}
     if in_batches:
@@ -293,22 +293,22 @@ def test_a_round_reads_as_many_tokens_however_long_the_text_is(
 
 
 def test_a_pass_moves_no_keys_of_the_text(target: FrozenTarget) -> None:
-    """Of 150 rounds hardly any finds the KV cache at another place than the round before it."""
-    places = []
+    """In 150 rounds the KV cache hardly ever moves to another address."""
+    addresses = []
 
-    class Placed(LookupProposer):
+    class AddressRecorder(LookupProposer):
         def propose(self, *arguments: Any) -> list[Proposal]:
-            places.append(readers[-1].cache.layers[0].keys.data_ptr())
+            addresses.append(readers[-1].cache.layers[0].keys.data_ptr())
             return super().propose(*arguments)
 
     readers: list[Any] = []
 
-    class Noting(Decoder):
+    class ReaderRecorder(Decoder):
         def _get_reader(self, *arguments: Any) -> Any:
             readers.append(super()._get_reader(*arguments))
             return readers[-1]
 
-    Noting(target, Placed(NgramLookup())).generate(
+    ReaderRecorder(target, AddressRecorder(NgramLookup())).generate(
         PROMPT, max_new_tokens=240, num_speculative_tokens=1
     )
-    assert len(places) > 100 and sum(one != other for one, other in pairwise(places)) <= 2
+    assert len(addresses) > 100 and sum(one != other for one, other in pairwise(addresses)) <= 2

@@ -1,5 +1,4 @@
-"""Caches of rows that move on by different lengths: what is read over leftovers is what a fresh
-reading gives."""
+"""Caches whose rows advance by different lengths give what a pass without a cache gives."""
 
 from functools import partial
 
@@ -21,13 +20,13 @@ TEXTS = [
 ]
 
 
-def padded(rows: list[list[int]]) -> Tensor:
-    """Padding is a token like any other, so that only the mask hides it."""
+def pad_rows(rows: list[list[int]]) -> Tensor:
+    """Pad rows with an ordinary token, so that only the mask hides the padding."""
     width = max(map(len, rows))
     return torch.tensor([row + [77] * (width - len(row)) for row in rows])
 
 
-def step(
+def run_step(
     model: PreTrainedModel, cache: BatchKVCache | DraftKVCache, rows: list[list[int]]
 ) -> Tensor:
     counts = [len(row) for row in rows]
@@ -35,11 +34,11 @@ def step(
         if isinstance(cache, DraftKVCache):
             layers = LlamaLayers(model)
             layers.cache = cache
-            return layers(padded(rows), counts)  # type: ignore[no-any-return]
+            return layers(pad_rows(rows), counts)  # type: ignore[no-any-return]
         positions, mask = prepare_pass(cache, counts, model.config.get_text_config(), torch.float32)
         decoder = model.get_decoder()
         return decoder(  # type: ignore[no-any-return, operator]
-            input_ids=padded(rows),
+            input_ids=pad_rows(rows),
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
@@ -47,73 +46,74 @@ def step(
         ).last_hidden_state
 
 
-def fresh(model: PreTrainedModel, text: list[int]) -> Tensor:
-    """[T, H]"""
+def run_without_cache(model: PreTrainedModel, text: list[int]) -> Tensor:
+    """Return the hidden states of a text, [T, H]."""
     with torch.inference_mode():
         return model.get_decoder()(input_ids=torch.tensor([text])).last_hidden_state[0]  # type: ignore[no-any-return, operator]
 
 
-def batch(model: PreTrainedModel, num_rows: int) -> BatchKVCache:
+def make_batch_cache(model: PreTrainedModel, num_rows: int) -> BatchKVCache:
     return BatchKVCache(num_rows, torch.device("cpu"))
 
 
-def ragged(model: PreTrainedModel, num_rows: int) -> DraftKVCache:
+def make_ragged_cache(model: PreTrainedModel, num_rows: int) -> DraftKVCache:
     return DraftKVCache(
         num_rows, partial(LlamaLayers(model).rotary, model.lm_head.weight), torch.device("cpu")
     )
 
 
 CASES = {
-    "llama, of transformers": (tiny_target_model, batch),
-    "llama, ragged": (tiny_target_model, ragged),
-    "sliding windows, of transformers": (qwen, batch),
-    "latent attention, of transformers": (partial(mtp_targets.tiny_model, "deepseek_v3"), batch),
+    "llama, of transformers": (tiny_target_model, make_batch_cache),
+    "llama, ragged": (tiny_target_model, make_ragged_cache),
+    "sliding windows, of transformers": (qwen, make_batch_cache),
+    "latent attention, of transformers": (
+        partial(mtp_targets.tiny_model, "deepseek_v3"),
+        make_batch_cache,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rejections_of_different_lengths_leave_no_trace(case: str) -> None:
-    """Prompts of three lengths; then rounds of wrong tokens, of which each row keeps another
-    number; then one row leaves."""
+    """Three rows of different lengths keep different numbers of tokens; then one row leaves."""
     build, make = CASES[case]
     model = build()
     cache = make(model, 3)
-    held = [4, 2, 1]
-    step(model, cache, [text[:length] for text, length in zip(TEXTS, held, strict=True)])
+    lengths = [4, 2, 1]
+    run_step(model, cache, [text[:length] for text, length in zip(TEXTS, lengths, strict=True)])
     rows = [0, 1, 2]
-    for kept in ([1, 3, 2], [2, 1, 3], [3, 3], [1, 2]):
-        if len(kept) < len(rows):
+    for kept_counts in ([1, 3, 2], [2, 1, 3], [3, 3], [1, 2]):
+        if len(kept_counts) < len(rows):
             rows = [0, 1]
             cache.keep(rows)
-            held = held[:2]
-        wrong = [
-            [*TEXTS[row][held[row] : held[row] + count], *[200 + row] * (4 - count)]
-            for row, count in zip(rows, kept, strict=True)
+            lengths = lengths[:2]
+        draft_rows = [
+            [*TEXTS[row][lengths[row] : lengths[row] + count], *[200 + row] * (4 - count)]
+            for row, count in zip(rows, kept_counts, strict=True)
         ]
-        hidden = step(model, cache, wrong)
-        for row, count in zip(rows, kept, strict=True):
-            expected = fresh(model, TEXTS[row][: held[row] + count])[held[row] :]
-            assert torch.allclose(hidden[row, :count], expected, atol=1e-4), (row, kept)
-        held = [length + count for length, count in zip(held, kept, strict=True)]
-        cache.truncate(held)
+        hidden = run_step(model, cache, draft_rows)
+        for row, count in zip(rows, kept_counts, strict=True):
+            expected = run_without_cache(model, TEXTS[row][: lengths[row] + count])[lengths[row] :]
+            assert torch.allclose(hidden[row, :count], expected, atol=1e-4), (row, kept_counts)
+        lengths = [length + count for length, count in zip(lengths, kept_counts, strict=True)]
+        cache.truncate(lengths)
 
 
-def test_what_was_rejected_is_never_read() -> None:
-    """Every slot behind a row's tokens is filled with something enormous; the next pass gives the
-    same."""
+def test_rejected_tokens_are_never_read() -> None:
+    """Huge values in every slot behind a row's tokens do not change the next pass."""
     outputs = []
     for poison in (0.0, 1e6):
         model = tiny_target_model()
-        cache = batch(model, 2)
-        step(model, cache, [TEXTS[0][:9], TEXTS[1][:6]])
+        cache = make_batch_cache(model, 2)
+        run_step(model, cache, [TEXTS[0][:9], TEXTS[1][:6]])
         cache.truncate([8, 6])
-        behind_BS = torch.arange(cache._buffers[0][0].shape[2]) >= torch.tensor([[8], [6]])
+        is_behind_BS = torch.arange(cache._buffers[0][0].shape[2]) >= torch.tensor([[8], [6]])
         for layer, buffers in cache._buffers.items():
             keys, values = (
-                buffer.masked_fill(behind_BS[:, None, :, None], poison) for buffer in buffers
+                buffer.masked_fill(is_behind_BS[:, None, :, None], poison) for buffer in buffers
             )
             cache._buffers[layer] = keys, values
-        outputs.append(step(model, cache, [TEXTS[0][8:10], TEXTS[1][6:7]]))
+        outputs.append(run_step(model, cache, [TEXTS[0][8:10], TEXTS[1][6:7]]))
     assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(
         outputs[0][1, :1], outputs[1][1, :1]
     )
@@ -121,13 +121,13 @@ def test_what_was_rejected_is_never_read() -> None:
 
 def test_ragged_buffers_grow_and_keep_what_they_hold() -> None:
     model: LlamaForCausalLM = tiny_target_model(num_layers=1)
-    cache = ragged(model, 2)
+    cache = make_ragged_cache(model, 2)
     generator = torch.Generator().manual_seed(0)
     long, short = (
         torch.randint(3, 250, (length,), generator=generator).tolist()
         for length in (FIRST_SIZE + 30, 40)
     )
-    step(model, cache, [long[:500], short[:20]])
-    hidden = step(model, cache, [long[500:], short[20:]])
-    assert torch.allclose(hidden[0], fresh(model, long)[500:], atol=1e-4)
-    assert torch.allclose(hidden[1, :20], fresh(model, short)[20:], atol=1e-4)
+    run_step(model, cache, [long[:500], short[:20]])
+    hidden = run_step(model, cache, [long[500:], short[20:]])
+    assert torch.allclose(hidden[0], run_without_cache(model, long)[500:], atol=1e-4)
+    assert torch.allclose(hidden[1, :20], run_without_cache(model, short)[20:], atol=1e-4)

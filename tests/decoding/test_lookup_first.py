@@ -1,5 +1,4 @@
-"""A lookup in front of a draft: which of them drafts, and that the draft has read what was
-committed meanwhile."""
+"""A lookup in front of a draft: either of them drafts, and the draft reads all committed tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +27,8 @@ def target() -> FrozenTarget:
     return tiny_target()
 
 
-class Watched(LookupFirstProposer):
-    """Keeps every proposal with the sequence that it follows."""
+class ProposalRecorder(LookupFirstProposer):
+    """A proposer that records every proposal with the sequence that it follows."""
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         super().begin(max_lengths)
@@ -50,41 +49,47 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
     target: FrozenTarget, shape: dict[str, Any]
 ) -> None:
     head, config = HeadProposer(build_eagle3(target)), LookupFirstConfig(min=2, max=3, **shape)
-    watched, lookup = Watched(head, ngram_proposer(2, 3), config), ngram_proposer(2, 3)
-    Decoder(target, watched).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
-    followed = {True: 0, False: 0}  # whether a round of a lookup came before the draft's
+    recorder, lookup = ProposalRecorder(head, ngram_proposer(2, 3), config), ngram_proposer(2, 3)
+    Decoder(target, recorder).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
+    draft_rounds = {True: 0, False: 0}  # whether a round of a lookup came before the draft's
     looked_up = False
-    for text, tokens in watched.proposed:
+    for text, tokens in recorder.proposed:
         lookup.begin([100])
-        if found := lookup.propose(state_of(text), 4, GREEDY, [None])[0].tokens:
-            assert tokens == found
+        if lookup_tokens := lookup.propose(state_of(text), 4, GREEDY, [None])[0].tokens:
+            assert tokens == lookup_tokens
         else:
             head.begin([100])
             fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
-            drafting = (
+            arguments = (
                 state_of(text, fresh),
                 DynamicTree(5, 2, 3) if config.draft_tree else 2,
                 GREEDY,
                 [None],
             )
-            (own,) = head.propose_tree(*drafting) if config.draft_tree else head.propose(*drafting)
-            assert tokens == own.tokens and len(tokens) == (5 if config.draft_tree else 2)
-            followed[looked_up] += 1
-        looked_up = bool(found)
-    assert all(followed.values()), followed
+            (draft_proposal,) = (
+                head.propose_tree(*arguments) if config.draft_tree else head.propose(*arguments)
+            )
+            assert tokens == draft_proposal.tokens and len(tokens) == (
+                5 if config.draft_tree else 2
+            )
+            draft_rounds[looked_up] += 1
+        looked_up = bool(lookup_tokens)
+    assert all(draft_rounds.values()), draft_rounds
 
 
-def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
+def test_a_draft_model_catches_up_with_the_lookups_tokens(target: FrozenTarget) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
     proposer = behind_lookup(DraftModelProposer(target.model), draft_tokens=3)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=5)
     assert run.token_ids == plain.token_ids
-    own = [entry for entry in run.rounds if len(entry.drafted) == 3]
-    assert own and all(entry.num_accepted == 3 for entry in own[:-1])  # it is the target
+    draft_rounds = [entry for entry in run.rounds if len(entry.drafted) == 3]
+    assert draft_rounds and all(
+        entry.num_accepted == 3 for entry in draft_rounds[:-1]
+    )  # the draft is the target
 
 
 def test_rows_are_looked_up_and_drawn_in_one_round_of_a_batch(target: FrozenTarget) -> None:
-    """As many tokens of each: certain ones are not verified as drawn ones."""
+    """Both propose as many tokens; certain tokens are verified differently from drawn ones."""
     proposer, prompts = (
         behind_lookup(DraftModelProposer(target.model), min=1, draft_tokens=2),
         [list(range(220)), [7]],
@@ -95,20 +100,20 @@ def test_rows_are_looked_up_and_drawn_in_one_round_of_a_batch(target: FrozenTarg
         "sampling": Sampling(0.8),
     }
 
-    def seeded(row: int) -> torch.Generator:
+    def make_generator(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
     together = Decoder(target, proposer).generate_all(
-        prompts, generators=[seeded(0), seeded(1)], **options
+        prompts, generators=[make_generator(0), make_generator(1)], **options
     )
     alone = [
-        Decoder(target, proposer).generate(prompt, generator=seeded(row), **options)
+        Decoder(target, proposer).generate(prompt, generator=make_generator(row), **options)
         for row, prompt in enumerate(prompts)
     ]
     assert [run.token_ids for run in together] == [run.token_ids for run in alone]
 
 
-def test_it_says_what_it_is(target: FrozenTarget) -> None:
+def test_a_lookup_in_front_of_a_draft_reports_its_settings_and_passes(target: FrozenTarget) -> None:
     head = HeadProposer(
         build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3))
     )
@@ -124,13 +129,13 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert proposer.has_drawn_candidates(Sampling(1.0), None) and not proposer.has_drawn_candidates(
         GREEDY, None
     )
-    grown = behind_lookup(head, draft_tree={"budget": 4, "depth": 3, "top_k": 2})
+    tree_proposer = behind_lookup(head, draft_tree={"budget": 4, "depth": 3, "top_k": 2})
     tree = {"budget": 4, "depth": 3, "top_k": 2}
-    assert grown.settings == {
+    assert tree_proposer.settings == {
         "lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tree": tree}
     }
-    assert [grown.count_passes(k) for k in (3, 6)] == [3, 0]
-    assert not grown.has_drawn_candidates(Sampling(1.0), None)  # the best tokens
+    assert [tree_proposer.count_passes(k) for k in (3, 6)] == [3, 0]
+    assert not tree_proposer.has_drawn_candidates(Sampling(1.0), None)  # the best tokens
     with refused("eval.lookup_first.draft_tree", '{"branching": [2]}'):
         behind_lookup(ngram_proposer(), draft_tree={"branching": [2]})
     with refused("eval.lookup_first.draft_tree.budget"):

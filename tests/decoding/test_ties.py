@@ -1,5 +1,7 @@
-"""Greedy text where every choice is a near-tie: the vocabulary's second half are twins of the
-first, a few roundings apart."""
+"""Greedy text where every choice is a near-tie.
+
+The tokens of the vocabulary's second half are twins of the first half, a few roundings apart.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which models may read several texts at once."""
+"""Models that cannot read several texts at once are refused."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_models_that_cannot_hold_several_texts_are_refused(
 
 @pytest.mark.parametrize("build", [tiny_target_model, qwen])
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
-def test_models_that_do_not_go_by_what_they_are_given_are_refused(
+def test_models_that_ignore_the_mask_or_the_positions_are_refused(
     build: Any, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build()

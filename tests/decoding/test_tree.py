@@ -1,5 +1,4 @@
-"""Trees in real decoding of tiny targets: branches that do not see each other, text that is the
-target's own, forms that add up."""
+"""Trees in decoding of tiny targets: separate branches, the target's own text, valid shapes."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,8 +39,8 @@ STATIC = StaticTree((3, 2, 1))
 GREEDY = Sampling()
 
 
-class Watched:
-    """Notes what a proposer proposed."""
+class ProposalRecorder:
+    """A proposer that records the proposals of another one."""
 
     def __init__(self, proposer: Any) -> None:
         self.proposer = proposer
@@ -59,10 +58,10 @@ class Watched:
 NAMES = ("draft_model", "draft_model, of transformers", "draft_model, other vocabulary", *SHAPES)
 BLOCKS = ("dflash", "dspark", "dspark, rnn", "pard")
 
-# --- Forms
+# --- Shapes
 
 
-def test_the_tree_of_the_diagram() -> None:
+def test_the_tree_of_the_diagram_has_its_children_and_masks() -> None:
     assert DIAGRAM.children == {ROOT: [0, 1], 0: [2, 3], 1: [4], 2: [], 3: [], 4: []}
     assert (
         DIAGRAM.extend_to_leaf([]) == [0, 2]
@@ -81,7 +80,7 @@ def test_the_tree_of_the_diagram() -> None:
     ]
 
 
-def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
+def test_masks_of_levels_are_those_of_the_whole_tree() -> None:
     first = TreePass.begin_at_root([4, 7], torch.device("cpu")).add_level(
         torch.tensor([[0, 0]] * 2)
     )
@@ -105,9 +104,8 @@ TABLE = {
 }
 
 
-def from_table() -> Any:
-    """A draft given by a table of probabilities: the logits after the root, and the function that
-    expands its levels."""
+def make_table_draft() -> Any:
+    """Return the root's logits and a function that expands levels, both from TABLE."""
     texts: list[tuple[int, ...]] = [()]
 
     def expand(index_1T: Tensor, rows_1T: Tensor) -> Tensor:
@@ -124,17 +122,19 @@ def from_table() -> Any:
 def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
     # Of the second level 00 (0.30) and 12 (0.27) are expanded, not 01 (0.24).
     ((index_N, tree, probs_NW),) = DynamicTree(budget=6, depth=3, top_k=2).grow(
-        *from_table(), GREEDY, [None]
+        *make_table_draft(), GREEDY, [None]
     )
     assert index_N.tolist() == [0, 1, 0, 1, 2, 0]
     assert tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
     assert probs_NW is None
-    ((index_N, _, _),) = DynamicTree(budget=4, depth=3, top_k=2).grow(*from_table(), GREEDY, [None])
+    ((index_N, _, _),) = DynamicTree(budget=4, depth=3, top_k=2).grow(
+        *make_table_draft(), GREEDY, [None]
+    )
     assert index_N.tolist() in ([0, 1, 0, 2], [0, 1, 0, 0])  # two of 0.27
     # At T = 1/4 probabilities go by their fourth powers: 0.94 of 0, 0.67 of 00 and 0.27 of 01,
     # before 0.06 of 1.
     ((index_N, tree, _),) = DynamicTree(budget=3, depth=2, top_k=2).grow(
-        *from_table(), Sampling(0.25), [None]
+        *make_table_draft(), Sampling(0.25), [None]
     )
     assert (index_N.tolist(), tree.parents) == ([0, 0, 1], (ROOT, 0, 0))
 
@@ -142,7 +142,7 @@ def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
 def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> None:
     generator = torch.Generator().manual_seed(0)
     ((index_N, tree, probs_NW),) = StaticTree((2, 1)).grow(
-        *from_table(), Sampling(1.0), [generator]
+        *make_table_draft(), Sampling(1.0), [generator]
     )
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     for node, parent in enumerate(tree.parents):
@@ -156,7 +156,7 @@ def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> N
 # --- The target
 
 
-def models(kind: str) -> FrozenTarget:
+def build_target(kind: str) -> FrozenTarget:
     if kind in mtp_targets.KINDS:
         return mtp_targets.tiny_target(kind)
     model = qwen() if kind == "windows" else tiny_target_model()
@@ -166,11 +166,12 @@ def models(kind: str) -> FrozenTarget:
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "windows", "deepseek_v3"])
 def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) -> None:
-    """The windows are of 8 positions, the text is of 20; what is kept of the cache afterwards is
-    that of the path. In float64: logits here reach 18, where float32 itself rounds by nearly as
-    much as is allowed.
+    """The cache that remains after a path is also that of the path alone.
+
+    Windows have 8 positions, and the text has 20. The model is in float64, because logits reach 18
+    here, where the rounding of float32 is nearly as large as the tolerance.
     """
-    target = models(kind)
+    target = build_target(kind)
     # torch's grouped product of experts has no float64
     target.model.double().set_experts_implementation("eager")
     text = [(7 * n) % 200 + 1 for n in range(20)]
@@ -185,10 +186,10 @@ def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) ->
             branch = [tokens[node] for node in path]
             alone = run_target(target, [[*text, *branch]], alone_cache, layers)
             rows = [0, *(node + 1 for node in path)]
-            kept = together.at(torch.tensor([rows]))
+            path_features = together.at(torch.tensor([rows]))
             last = target.logits(alone.last_hidden)[:, len(text) - 1 :]
-            assert_same(target.logits(kept.last_hidden), last)
-            for ours, theirs in zip(kept.aux, alone.aux, strict=True):
+            assert_same(target.logits(path_features.last_hidden), last)
+            for ours, theirs in zip(path_features.aux, alone.aux, strict=True):
                 assert_same(ours, theirs[:, len(text) - 1 :])
             keep_path(cache, len(tokens), path)
             assert cache.get_seq_length() == alone_cache.get_seq_length()
@@ -222,8 +223,10 @@ def test_targets_that_cannot_read_a_tree_are_refused(
 # --- The draft
 
 
-def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: list[int]) -> Tensor:
-    """The draft's logits after `path`, fed one token after the other from an empty cache."""
+def compute_forced_logits(
+    proposer: Any, target: FrozenTarget, text: list[int], path: list[int]
+) -> Tensor:
+    """Return the draft's logits after `path`, read token by token from an empty cache."""
     if isinstance(proposer, DraftModelProposer):
         logits: Tensor = proposer.draft(input_ids=torch.tensor([[*text, *path]])).logits[0, -1]
         return logits
@@ -244,12 +247,11 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
 def test_a_level_is_drafted_as_each_of_its_branches_is_alone(
     target: FrozenTarget, name: str, shape: StaticTree | DynamicTree
 ) -> None:
-    """After several rounds, with what the cache then holds: a node's children are the best tokens
-    after its own path."""
-    watched = Watched(proposer_of(name, target))
-    run = Decoder(target, watched).generate(PROMPT, max_new_tokens=14, tree=shape)
+    """After several rounds a node's children are still the best tokens after its own path."""
+    recorder = ProposalRecorder(proposer_of(name, target))
+    run = Decoder(target, recorder).generate(PROMPT, max_new_tokens=14, tree=shape)
     before_last = len(run.token_ids) - len(run.rounds[-1].emitted)
-    text, proposal = [*PROMPT, *run.token_ids[:before_last]], watched.proposals[-1]
+    text, proposal = [*PROMPT, *run.token_ids[:before_last]], recorder.proposals[-1]
     tree = proposal.tree
     assert tree is not None
     fresh = proposer_of(name, target)
@@ -259,14 +261,20 @@ def test_a_level_is_drafted_as_each_of_its_branches_is_alone(
             paths[node] = [*paths[parent], proposal.tokens[node]]
         for node, children in tree.children.items():
             if children:
-                best = forced_logits(fresh, target, text, paths[node]).topk(len(children)).indices
+                best = (
+                    compute_forced_logits(fresh, target, text, paths[node])
+                    .topk(len(children))
+                    .indices
+                )
                 ids = fresh.map_to_target(best) if isinstance(fresh, HeadProposer) else best
                 assert [proposal.tokens[child] for child in children] == ids.tolist(), paths[node]
 
 
-class Guided(Watched):
-    """Drafts with a head, but proposes an oracle's tree, whose right path lies at the end of every
-    family."""
+class OracleGuided(ProposalRecorder):
+    """A head that drafts, while an oracle's tree is proposed.
+
+    The right path of that tree is the last child of every node.
+    """
 
     def __init__(self, proposer: Any, oracle: Oracle) -> None:
         super().__init__(proposer)
@@ -287,7 +295,7 @@ def test_a_head_gets_the_features_of_the_accepted_path(
     options: dict[str, Any] = {"max_new_tokens": 17, "tree": StaticTree((2, 2, 2))}
     plain = [Decoder(target).generate(prompt, max_new_tokens=17).token_ids for prompt in prompts]
     oracle = Oracle(*([*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)))
-    guided = Guided(proposer_of(name, target), oracle)
+    guided = OracleGuided(proposer_of(name, target), oracle)
     if len(prompts) == 1:
         runs = [Decoder(target, guided).generate(PROMPT, **options)]
     else:
@@ -296,7 +304,9 @@ def test_a_head_gets_the_features_of_the_accepted_path(
     fresh: Any = proposer_of(name, target)
     for text, proposal in zip(guided.texts, guided.proposals, strict=True):
         with torch.inference_mode():
-            best = fresh.map_to_target(forced_logits(fresh, target, text, []).topk(2).indices)
+            best = fresh.map_to_target(
+                compute_forced_logits(fresh, target, text, []).topk(2).indices
+            )
         assert proposal.tokens[:2] == best.tolist()
 
 
@@ -349,12 +359,11 @@ def test_a_tree_of_one_branch_is_the_chain(
     assert rounds[0] == rounds[1]
 
 
-# --- Ends
+# --- Near-ties
 
 
 def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
-    """Every token has a twin a few roundings away, and the draft, which is the target, proposes
-    both."""
+    """Every token has a twin a few roundings away, and the draft proposes both of them."""
     target = twins()
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
     draft = LlamaForCausalLM(target.model.config).eval()
@@ -369,32 +378,32 @@ def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
 # --- Sampling
 
 
-def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: FrozenTarget) -> None:
-    """p = q: the first child of every node stands."""
-    watched = Watched(DraftModelProposer(target.model))
+def test_a_target_that_drafts_for_itself_accepts_every_first_child(target: FrozenTarget) -> None:
+    """As p = q, the first child of every node is accepted."""
+    recorder = ProposalRecorder(DraftModelProposer(target.model))
     options: dict[str, Any] = {
         "sampling": Sampling(1.0),
         "generator": torch.Generator().manual_seed(0),
     }
-    run = Decoder(target, watched).generate(PROMPT, max_new_tokens=41, tree=STATIC, **options)
+    run = Decoder(target, recorder).generate(PROMPT, max_new_tokens=41, tree=STATIC, **options)
     assert [r.num_accepted for r in run.rounds[:-1]] == [3] * (len(run.rounds) - 1)
-    assert all(proposal.probabilities is not None for proposal in watched.proposals)
-    watched = Watched(DraftModelProposer(target.model))
-    Decoder(target, watched).generate(PROMPT, max_new_tokens=8, tree=DYNAMIC, **options)
-    assert all(proposal.probabilities is None for proposal in watched.proposals)
+    assert all(proposal.probabilities is not None for proposal in recorder.proposals)
+    recorder = ProposalRecorder(DraftModelProposer(target.model))
+    Decoder(target, recorder).generate(PROMPT, max_new_tokens=8, tree=DYNAMIC, **options)
+    assert all(proposal.probabilities is None for proposal in recorder.proposals)
 
 
-def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
-    watched = Watched(DraftModelProposer(half_right(target)))
+def test_a_distribution_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
+    recorder = ProposalRecorder(DraftModelProposer(half_right(target)))
     sampling, generator = Sampling(1.0, top_k=2), torch.Generator().manual_seed(0)
-    run = Decoder(target, watched).generate(
+    run = Decoder(target, recorder).generate(
         PROMPT, max_new_tokens=20, tree=STATIC, sampling=sampling, generator=generator
     )
-    assert {len(proposal.tokens) for proposal in watched.proposals} == {2 + 4 + 4}
+    assert {len(proposal.tokens) for proposal in recorder.proposals} == {2 + 4 + 4}
     assert {len(r.drafted) + r.num_off_path for r in run.rounds} == {10}
 
 
-# --- What cannot work
+# --- Refusals
 
 
 @pytest.mark.parametrize(
@@ -409,19 +418,19 @@ def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
         ({"branching": [32, 32, 2]}, "branching", "[32, 32, 2], 3104 nodes"),
     ],
 )
-def test_forms_that_cannot_be_are_refused(options: dict[str, Any], key: str, got: object) -> None:
+def test_invalid_tree_shapes_are_refused(options: dict[str, Any], key: str, got: object) -> None:
     with refused(f"eval.tree.{key}", got):
         build_tree_shape(TreeConfig(**options))
 
 
-def test_forms_are_what_a_recipe_says() -> None:
+def test_a_recipe_determines_the_tree_shape() -> None:
     assert (
         build_tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC
         and build_tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
     )
     for shape in (DYNAMIC, STATIC):
         assert build_tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
-    # 2, and three times 2 of 2
+    # two candidates below the root, and then two for each of two nodes on three levels
     assert build_tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).count_candidates(4) == 14
     assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree(
         (3, 2)

@@ -1,5 +1,4 @@
-"""The distribution of speculative decoding's output, exactly: every outcome of the real rule is
-enumerated, none is sampled."""
+"""The exact distribution of speculative decoding: all outcomes of the rule are enumerated."""
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def test_rejection_gives_the_targets_distribution_exactly(k: int, length: int, s
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_impossible_tokens_are_rejected_and_never_drawn(uniform: float, one_hot: bool) -> None:
-    """p(x) = 0, also at the ends of what a uniform can be."""
+    """The proposed token has p(x) = 0; the uniforms include both ends of their range."""
     p = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
     q = None if one_hot else torch.tensor([[[1.0, 0.0, 0.0]]])
     count, token = verify_sampled_chain(
@@ -47,19 +46,21 @@ def test_impossible_tokens_are_rejected_and_never_drawn(uniform: float, one_hot:
     assert (int(count), int(token)) == (0, 1 if uniform == 0 else 2)
 
 
-def test_a_draft_token_is_accepted_below_its_ratio_alone() -> None:
-    """p / q = 1/2: at u = 1/2 it is rejected. Of p - q, which is (-1/4, 1/4, 0), the second token
-    is left."""
+def test_a_draft_token_is_accepted_only_below_its_ratio() -> None:
+    """With p / q = 1/2 the token is rejected at u = 1/2.
+
+    Then p - q, which is (-1/4, 1/4, 0), leaves the second token.
+    """
     p, q = torch.tensor([[[0.25, 0.5, 0.25], [0.0, 0.0, 1.0]]]), torch.tensor([[[0.5, 0.25, 0.25]]])
-    for test, expected in (
+    for uniform, expected in (
         (0.0, (1, 2)),
         (0.5 - 2**-53, (1, 2)),
         (0.5, (0, 1)),
         (1 - 2**-53, (0, 1)),
     ):
-        uniforms = torch.tensor([[test, 0.0]], dtype=torch.float64)
+        uniforms = torch.tensor([[uniform, 0.0]], dtype=torch.float64)
         count, token = verify_sampled_chain(torch.tensor([[0]]), p, q, uniforms)
-        assert (int(count), int(token)) == expected, test
+        assert (int(count), int(token)) == expected, uniform
 
 
 @pytest.mark.parametrize(

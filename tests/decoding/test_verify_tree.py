@@ -1,5 +1,4 @@
-"""The distribution of tree decoding's output, exactly: every set of candidates and every outcome of
-the rule is enumerated."""
+"""The exact distribution of tree decoding: all candidates and outcomes are enumerated."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,27 +19,31 @@ from tests.enumeration import (
 )
 
 ROUNDING = 1e-15
-INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
+INSET = 1e-9  # distance from a cell's ends at which the rule is evaluated, relative to its width
 
-# tokens of a tree's nodes, its form, and how likely it is
+# The tokens of a tree's nodes, its shape and its probability.
 Candidates = list[tuple[tuple[int, ...], Tree, float]]
 
 
-def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> list[tuple[int, ...]]:
-    """The text that ends in the root, and in each node."""
+def list_node_texts(
+    text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree
+) -> list[tuple[int, ...]]:
+    """Return the text that ends in the root, and then the text that ends in each node."""
     texts = {ROOT: text}
     for node, parent in enumerate(tree.parents):
         texts[node] = (*texts[parent], tokens[node])
     return [texts[node] for node in range(ROOT, len(tokens))]
 
 
-def drawn(draft: Distribution, text: tuple[int, ...], branching: tuple[int, ...]) -> Candidates:
-    """Every tree of candidates drawn without replacement, grown level by level."""
-    found: Candidates = [((), Tree(()), 1.0)]
+def enumerate_drawn_candidates(
+    draft: Distribution, text: tuple[int, ...], branching: tuple[int, ...]
+) -> Candidates:
+    """Return every tree of candidates drawn without replacement, grown level by level."""
+    candidates: Candidates = [((), Tree(()), 1.0)]
     for level, width in enumerate(branching):
         grown: Candidates = []
-        for tokens, tree, chance in found:
-            texts = node_texts(text, tokens, tree)
+        for tokens, tree, probability in candidates:
+            texts = list_node_texts(text, tokens, tree)
             nodes = [
                 node
                 for node in range(ROOT, len(tokens))
@@ -52,23 +55,23 @@ def drawn(draft: Distribution, text: tuple[int, ...], branching: tuple[int, ...]
                 count = min(width, int((distribution > 0).sum()))
                 choices.append(
                     [
-                        (order, ordered_chance(distribution, order))
+                        (order, ordered_probability(distribution, order))
                         for order in itertools.permutations(range(len(distribution)), count)
                     ]
                 )
             for choice in itertools.product(*choices):
-                more, parents, weight = list(tokens), list(tree.parents), chance
-                for node, (order, likely) in zip(nodes, choice, strict=True):
+                more, parents, grown_probability = list(tokens), list(tree.parents), probability
+                for node, (order, order_probability) in zip(nodes, choice, strict=True):
                     more += order
                     parents += [node] * len(order)
-                    weight *= likely
-                if weight > 0:
-                    grown.append((tuple(more), Tree(tuple(parents)), weight))
-        found = grown
-    return found
+                    grown_probability *= order_probability
+                if grown_probability > 0:
+                    grown.append((tuple(more), Tree(tuple(parents)), grown_probability))
+        candidates = grown
+    return candidates
 
 
-def ordered_chance(distribution: Tensor, order: tuple[int, ...]) -> float:
+def ordered_probability(distribution: Tensor, order: tuple[int, ...]) -> float:
     chance, left = 1.0, distribution.clone()
     for token in order:
         chance *= float(left[token] / left.sum())
@@ -76,11 +79,13 @@ def ordered_chance(distribution: Tensor, order: tuple[int, ...]) -> float:
     return chance
 
 
-def outcomes(
+def enumerate_outcomes(
     tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """The cells into which the rule's uniforms fall: two opposite corners, and the volume. Uniforms
-    it does not look at stay at 1/2."""
+    """Yield two opposite corners and the volume of each cell into which the rule's uniforms fall.
+
+    Uniforms that the rule does not read stay at 1/2.
+    """
 
     def visit(
         node: int, low: Tensor, high: Tensor, volume: float
@@ -88,11 +93,11 @@ def outcomes(
         r, children = p[node + 1], tree.children[node]
         if q is None:
             for middle, width in cells(r.cumsum(0)):
-                if width < ROUNDING:  # what the sum lacks to 1
+                if width < ROUNDING:  # the rounding error of the sum
                     continue
                 token = int(torch.searchsorted(r.cumsum(0), middle, right=True))
                 ends = [end.clone() for end in (low, high)]
-                ends[0][node + 1], ends[1][node + 1] = corners(middle, width)
+                ends[0][node + 1], ends[1][node + 1] = compute_corners(middle, width)
                 below = [child for child in children if tokens[child] == token]
                 yield from (
                     visit(below[0], *ends, volume * width) if below else [(*ends, volume * width)]
@@ -105,12 +110,12 @@ def outcomes(
             for middle, width in cells(torch.tensor([threshold], dtype=torch.float64)):
                 if middle < threshold:
                     ends = [end.clone() for end in (low, high)]
-                    ends[0][child], ends[1][child] = corners(middle, width)
+                    ends[0][child], ends[1][child] = compute_corners(middle, width)
                     yield from visit(child, *ends, volume * width)
             if threshold >= 1:
                 return
             low, high = low.clone(), high.clone()
-            low[child], high[child] = corners((1 + threshold) / 2, 1 - threshold)
+            low[child], high[child] = compute_corners((1 + threshold) / 2, 1 - threshold)
             volume *= 1 - threshold
             r = (r - distribution).clamp_min(0)
             r = r / r.sum()
@@ -119,14 +124,14 @@ def outcomes(
             distribution = distribution / distribution.sum()
         for middle, width in cells(r.cumsum(0)):
             ends = [end.clone() for end in (low, high)]
-            ends[0][-1], ends[1][-1] = corners(middle, width)
+            ends[0][-1], ends[1][-1] = compute_corners(middle, width)
             yield (*ends, volume * width)
 
     half = torch.full((len(tokens) + 1,), 0.5, dtype=torch.float64)
     yield from visit(ROOT, half, half, 1.0)
 
 
-def corners(middle: float, width: float) -> tuple[float, float]:
+def compute_corners(middle: float, width: float) -> tuple[float, float]:
     return middle - width * (0.5 - INSET), middle + width * (0.5 - INSET)
 
 
@@ -137,19 +142,21 @@ def output_distribution(
     size: int,
     length: int,
 ) -> Tensor:
-    """The exact distribution of `length` tokens decoded in rounds of trees; `draft` None:
-    candidates are certain."""
+    """Return the exact distribution of `length` tokens that are decoded in rounds of trees.
+
+    Without a `draft` the candidates are certain.
+    """
 
     def rounds(text: tuple[int, ...]) -> Iterator[Outcome]:
         for tokens, tree, chance in candidates(text):
-            texts = node_texts(text, tokens, tree)
+            texts = list_node_texts(text, tokens, tree)
             p = torch.stack([target(ending) for ending in texts])
             q = (
                 None
                 if draft is None
                 else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
             )
-            for low, high, volume in outcomes(tokens, tree, p, q):
+            for low, high, volume in enumerate_outcomes(tokens, tree, p, q):
                 path, token = verify_sampled_tree(tokens, tree, p, q, low)
                 assert (path, token) == verify_sampled_tree(tokens, tree, p, q, high), (
                     "not constant on a cell"
@@ -168,7 +175,7 @@ def test_candidates_drawn_without_replacement_leave_the_targets_distribution(
 ) -> None:
     target, draft = random_distribution(size, 1), random_distribution(size, 2)
     distribution = output_distribution(
-        target, lambda text: drawn(draft, text, branching), draft, size, length
+        target, lambda text: enumerate_drawn_candidates(draft, text, branching), draft, size, length
     )
     assert torch.allclose(
         distribution, plain_distribution(target, length=length), rtol=0, atol=1e-12
@@ -176,28 +183,28 @@ def test_candidates_drawn_without_replacement_leave_the_targets_distribution(
 
 
 @pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1, 0, 1), (-1, -1, -1)])
-def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(
+def test_certain_candidates_leave_the_targets_distribution_however_chosen(
     parents: tuple[int, ...],
 ) -> None:
-    """As a dynamic tree chooses: best tokens of the draft, in a form that depends on the text."""
+    """As in a dynamic tree, the draft's best tokens are chosen, and the text decides the shape."""
     target, draft, size = random_distribution(5, 1), random_distribution(5, 2), 5
 
-    def best(text: tuple[int, ...]) -> Candidates:
+    def choose_best(text: tuple[int, ...]) -> Candidates:
         tree = Tree(parents if len(text) % 2 == 0 else parents[:2])
         tokens: tuple[int, ...] = ()
         for node, parent in enumerate(tree.parents):
-            before = node_texts(text, tokens, Tree(tree.parents[:node]))[parent + 1]
+            before = list_node_texts(text, tokens, Tree(tree.parents[:node]))[parent + 1]
             rank = tree.children[parent].index(node)
             tokens = (*tokens, int(draft(before).argsort(descending=True)[rank]))
         return [(tokens, tree, 1.0)]
 
-    distribution = output_distribution(target, best, None, size, 2)
+    distribution = output_distribution(target, choose_best, None, size, 2)
     assert torch.allclose(distribution, plain_distribution(target), rtol=0, atol=1e-12)
 
 
 def test_draws_without_replacement_have_their_distribution() -> None:
     distribution = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64)
-    found: dict[tuple[int, ...], float] = {}
+    volumes: dict[tuple[int, ...], float] = {}
 
     def visit(uniforms: list[float], volume: float) -> None:
         padded = torch.tensor([[*uniforms, *[0.5] * (4 - len(uniforms))]], dtype=torch.float64)
@@ -205,7 +212,7 @@ def test_draws_without_replacement_have_their_distribution() -> None:
         assert exist.tolist() == [[True, True, True, False]]
         order = tuple(tokens[0, : len(uniforms)].tolist())
         if len(uniforms) == 3:
-            found[order] = found.get(order, 0.0) + volume
+            volumes[order] = volumes.get(order, 0.0) + volume
             return
         left = distribution.clone()
         left[list(order)] = 0
@@ -213,14 +220,14 @@ def test_draws_without_replacement_have_their_distribution() -> None:
             visit([*uniforms, middle], volume * width)
 
     visit([], 1.0)
-    assert found.keys() == set(itertools.permutations((0, 2, 3)))
-    for order, chance in found.items():
-        assert chance == pytest.approx(ordered_chance(distribution, order), abs=1e-12)
+    assert volumes.keys() == set(itertools.permutations((0, 2, 3)))
+    for order, total_volume in volumes.items():
+        assert total_volume == pytest.approx(ordered_probability(distribution, order), abs=1e-12)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_impossible_candidates_are_rejected_and_never_drawn(uniform: float) -> None:
-    """Two siblings, of which p has neither, under draws and for certain."""
+    """Two siblings have probability 0 in p; they are tried as drawn and as certain candidates."""
     p = torch.tensor([[0.0, 0.0, 0.5, 0.5], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
     q = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
     for probabilities in (q, None):

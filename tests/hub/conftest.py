@@ -1,4 +1,4 @@
-"""A measured run; a tiny target and an EAGLE-3 head for it; Hubs on loopback."""
+"""Fixtures: a measured run, a tiny target with an EAGLE-3 head, and loopback Hubs."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,19 +19,19 @@ NAME = "someone/half-right"
 
 
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a report that passes its gate; tests that change it copy it."""
     return finished_run(tmp_path_factory.mktemp("measured"))
 
 
 @pytest.fixture
-def run(measured: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(measured, tmp_path / "run")
+def run(measured_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(measured_run, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of a target in shards, and of a head that records it."""
+def saved_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of a target in shards and of a head that records it as its target."""
     folder = tmp_path_factory.mktemp("saved")
     tiny_target_model().save_pretrained(folder / "target", max_shard_size="200KB")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"target": folder / "target", "draft": folder / "draft"}
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
@@ -53,18 +53,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def hub(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Hub]:
-    """The client of this process asks it as the owner, and does not wait between its tries."""
+    """A Hub that this process asks as the owner, without a pause between its tries."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with loopback_hub(tmp_path / "hub", request.param) as hub, hub.client(tmp_path / "home"):
         yield hub
 
 
 @pytest.fixture
-def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def lfs_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
         yield hub
 
 
-def contents(hub: Hub, revision: str) -> dict[str, bytes]:
+def read_contents(hub: Hub, revision: str) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in hub.files(NAME, revision).items()}

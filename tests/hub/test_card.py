@@ -1,5 +1,4 @@
-"""The model card of a head on a target of the Hub: what is in its metadata, and what a reader is
-told."""
+"""The model card of a head for a target on the Hub: its metadata and its text."""
 
 import re
 import shlex
@@ -37,16 +36,18 @@ PARTS = [
 ]
 
 
-def model_card(published: CardContents) -> ModelCard:
-    return cards.build_model_card(published, [("vLLM", "vllm serve Qwen/Qwen3-8B")])
+def build_card(card_contents: CardContents) -> ModelCard:
+    return cards.build_model_card(card_contents, [("vLLM", "vllm serve Qwen/Qwen3-8B")])
 
 
-def of_target(published: CardContents, **parts: Any) -> CardContents:
-    return replace(published, release=replace(published.release, made_for=replace(TARGET, **parts)))
+def replace_target(card_contents: CardContents, **parts: Any) -> CardContents:
+    return replace(
+        card_contents, release=replace(card_contents.release, made_for=replace(TARGET, **parts))
+    )
 
 
 @pytest.fixture(scope="module")
-def published() -> CardContents:
+def card_contents() -> CardContents:
     records = simulate(24)
     report = judge(
         load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records)
@@ -61,14 +62,15 @@ def published() -> CardContents:
     )
 
 
-def with_report(published: CardContents, **parts: Any) -> CardContents:
+def replace_report(card_contents: CardContents, **parts: Any) -> CardContents:
     return replace(
-        published, release=replace(published.release, report={**published.release.report, **parts})
+        card_contents,
+        release=replace(card_contents.release, report={**card_contents.release.report, **parts}),
     )
 
 
-def test_metadata_of_a_head(published: CardContents) -> None:
-    data = ModelCard(str(model_card(published))).data
+def test_the_metadata_have_the_base_model_and_the_results(card_contents: CardContents) -> None:
+    data = ModelCard(str(build_card(card_contents))).data
     assert (data.base_model, data.base_model_relation) == ("Qwen/Qwen3-8B", "adapter")
     assert (data.library_name, data.license, data.datasets) == (
         "specdistill",
@@ -76,14 +78,14 @@ def test_metadata_of_a_head(published: CardContents) -> None:
         ["org/chats"],
     )
     assert data.tags == ["speculative-decoding", "eagle3", "specdistill"]
-    row = published.release.report["results"][0]
+    row = card_contents.release.report["results"][0]
     assert [(result.metric_type, result.metric_value) for result in data.eval_results] == [
         (name, row[name]) for name in ("mean_acceptance_length", "acceptance_rate", "speedup")
     ]
 
 
-def test_what_a_reader_is_told(published: CardContents) -> None:
-    text = model_card(published).text
+def test_the_text_has_the_facts_of_the_release(card_contents: CardContents) -> None:
+    text = build_card(card_contents).text
     for fact in (
         *(
             "https://huggingface.co/Qwen/Qwen3-8B",
@@ -106,43 +108,46 @@ def test_what_a_reader_is_told(published: CardContents) -> None:
     assert "TARGET" not in text
 
 
-def test_who_serves_a_lookup_in_front_of_it(published: CardContents) -> None:
-    """vLLM, which needs the plugin for it; the others are given the draft alone."""
+def test_the_card_names_the_engine_that_serves_a_lookup(card_contents: CardContents) -> None:
+    """vLLM serves a lookup with the plugin; the commands of other engines start the draft alone."""
     lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
-    settings = {**published.release.report["settings"], "drafting": {"lookup_first": lookup}}
-    text = str(model_card(with_report(published, settings=settings)))
+    settings = {**card_contents.release.report["settings"], "drafting": {"lookup_first": lookup}}
+    text = str(build_card(replace_report(card_contents, settings=settings)))
     assert "2 to 5 tokens first" in text and "specdistill[vllm]" in text
-    (alone,) = re.findall(r"The commands for (.*) start the draft alone", text)
+    (engines,) = re.findall(r"The commands for (.*) start the draft alone", text)
     assert (
-        "SGLang" in alone
-        and "llama.cpp" in alone
-        and "vLLM" not in alone.replace("served by vLLM", "")
+        "SGLang" in engines
+        and "llama.cpp" in engines
+        and "vLLM" not in engines.replace("served by vLLM", "")
     )
 
 
-def test_what_the_evidence_lacks(published: CardContents) -> None:
-    """A server's report times nothing without a baseline; a run that was resumed does not know its
-    time."""
+def test_the_card_leaves_out_results_that_are_missing(card_contents: CardContents) -> None:
+    """A server's report without a baseline has no speedup; a resumed run has no total time."""
     row = {
         key: value
-        for key, value in published.release.report["results"][0].items()
+        for key, value in card_contents.release.report["results"][0].items()
         if not key.startswith("speedup")
     }
     row["not_measured"] = {**row["not_measured"], "speedup": "no baseline"}
-    lacking = with_report(published, results=[row])
-    text = model_card(replace(lacking, history=replace(published.history, seconds=None))).text
+    contents_without_speedup = replace_report(card_contents, results=[row])
+    text = build_card(
+        replace(contents_without_speedup, history=replace(card_contents.history, seconds=None))
+    ).text
     assert "no baseline" in text and "500 steps" in text and "1 h 6 min" not in text
-    assert [result.metric_type for result in model_card(lacking).data.eval_results] == [
+    assert [
+        result.metric_type for result in build_card(contents_without_speedup).data.eval_results
+    ] == [
         "mean_acceptance_length",
         "acceptance_rate",
     ]
-    assert "Training: " not in model_card(replace(published, history=None)).text
+    assert "Training: " not in build_card(replace(card_contents, history=None)).text
 
 
-def test_nothing_from_outside_is_markup(published: CardContents) -> None:
+def test_nothing_from_outside_is_markup(card_contents: CardContents) -> None:
     pages = []
     for name in ("name", HOSTILE):
-        bad = with_report(published, **renamed(published.release.report, name))
+        bad = replace_report(card_contents, **renamed(card_contents.release.report, name))
         bad = replace(bad, since=name)
         bad = replace(
             bad,
@@ -151,8 +156,8 @@ def test_nothing_from_outside_is_markup(published: CardContents) -> None:
             parts=[Licensed("training data", name, name)],
             license=name,
         )
-        card = model_card(
-            of_target(bad, name_or_path=name, adapter=name, revision=name, weights=name)
+        card = build_card(
+            replace_target(bad, name_or_path=name, adapter=name, revision=name, weights=name)
         )
         pages.append(Page(card.text))
         assert card.data.license_name == name
@@ -178,13 +183,15 @@ def test_nothing_from_outside_is_markup(published: CardContents) -> None:
         ),
     ],
 )
-def test_the_command_that_measures_it_again(
-    published: CardContents, settings: dict[str, Any], given: dict[str, str]
+def test_the_command_on_the_card_repeats_the_measurement(
+    card_contents: CardContents, settings: dict[str, Any], given: dict[str, str]
 ) -> None:
-    """Every key of it is one of `specdistill eval`, which makes the same settings of them."""
-    suite = {**published.release.report["suite"], "name": "pico"}
-    changed = with_report(
-        published, settings={**published.release.report["settings"], **settings}, suite=suite
+    """`specdistill eval` accepts every key, and derives the same settings from them."""
+    suite = {**card_contents.release.report["suite"], "name": "pico"}
+    changed = replace_report(
+        card_contents,
+        settings={**card_contents.release.report["settings"], **settings},
+        suite=suite,
     )
     program, verb, *words = shlex.split(format_eval_command(changed).replace("\\\n", ""))
     assert (program, verb) == ("specdistill", "eval")
@@ -195,40 +202,40 @@ def test_the_command_that_measures_it_again(
         Recipe, ["train.output_dir=runs", *select_recipe_keys(words, script.SHORTHANDS)]
     )
     for name, value in settings.items():
-        made = getattr(recipe.eval, name)
-        assert (made if name != "tree" else made.model_dump(exclude_none=True)) == value
+        setting = getattr(recipe.eval, name)
+        assert (setting if name != "tree" else setting.model_dump(exclude_none=True)) == value
 
 
-def test_a_measurement_in_llama_cpp_names_its_files(published: CardContents) -> None:
-    of_server = {"name": "llama.cpp", "version": "b1"}
-    changed = with_report(
-        published, engine=of_server, target={"model": "pico", "dtype": "MOSTLY_Q4_1"}
+def test_a_measurement_in_llama_cpp_names_its_files(card_contents: CardContents) -> None:
+    engine = {"name": "llama.cpp", "version": "b1"}
+    changed = replace_report(
+        card_contents, engine=engine, target={"model": "pico", "dtype": "MOSTLY_Q4_1"}
     )
     files = {"eval.llama_cpp.model=TARGET.gguf", "eval.llama_cpp.model_draft=DRAFT.gguf"}
     words = shlex.split(format_eval_command(changed).replace("\\\n", ""))
     assert files <= set(words) and "MOSTLY" not in str(words)
     assert (
         "`DRAFT.gguf`: as llama.cpp's converter writes them, the target's in MOSTLY"
-        in model_card(changed).text
+        in build_card(changed).text
     )
 
 
-def test_a_suite_of_ones_own_is_told_by_its_hash(published: CardContents) -> None:
-    text = model_card(published).text
+def test_a_private_suite_is_identified_by_its_hash(card_contents: CardContents) -> None:
+    text = build_card(card_contents).text
     assert "eval.suite=SUITE" in text
     assert f"`{'0' * 64}`" in text
 
 
-def test_a_target_that_is_on_no_hub(published: CardContents) -> None:
-    here = of_target(
-        replace(published, base_model=None), name_or_path="/home/me/models/mine", revision=None
+def test_a_target_in_a_folder_is_named_without_its_path(card_contents: CardContents) -> None:
+    here = replace_target(
+        replace(card_contents, base_model=None), name_or_path="/home/me/models/mine", revision=None
     )
-    card = model_card(here)
+    card = build_card(here)
     assert card.data.base_model is None and card.data.get("base_model_relation") is None
     assert (
         "/home/me" not in str(card)
         and "| name | mine |" in card.text
         and "target=TARGET" in card.text
     )
-    pico = model_card(of_target(here, name_or_path="pico")).text
+    pico = build_card(replace_target(here, name_or_path="pico")).text
     assert "import PICO" in pico and "target=pico" in pico

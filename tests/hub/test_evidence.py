@@ -1,4 +1,4 @@
-"""What a run may not be released with: each is tried on a copy of a run that was measured."""
+"""Runs that may not be released: each attempt changes a copy of a measured run."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ def read_release(run: Path) -> Release:
     return read(run, load_recipe(Recipe, [f"recipe={run / RECIPE}"]))
 
 
-def refused(run: Path) -> set[str]:
-    """The kinds of what speaks against a run's release."""
+def list_refusal_kinds(run: Path) -> set[str]:
+    """Return the kinds of the refusals of a run's release."""
     return {refusal.partition(":")[0] for refusal in read_release(run).refusals}
 
 
-def sometimes_slower(record: PromptRecord) -> PromptRecord:
-    """So that some prompts gain much and others lose much: nobody can tell."""
+def slow_down_some_prompts(record: PromptRecord) -> PromptRecord:
+    """Make some prompts faster and others slower, so that the gate is inconclusive."""
     factor, record = 0.6 if record.id[-1] in "024" else 2.6, timed(record)
     return replace(
         record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds)
@@ -64,7 +64,7 @@ def test_other_versions_are_not_refused(run: Path) -> None:
     assert read_release(run).refusals == ()
 
 
-# Attempts. Each has the kinds of what refuses it.
+# Attempts; ATTEMPTS has the kinds of the refusals for each.
 
 
 def other_weights(run: Path) -> None:
@@ -76,7 +76,7 @@ def edited_tokenizer(run: Path) -> None:
 
 
 def a_link_named_by_the_old_hash(run: Path) -> None:
-    """The Hub's cache names files so, and is believed."""
+    """The Hub's cache names files by their hash, and that name is trusted."""
     path = run / "draft/model.safetensors"
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     scale_weights(run / "draft")
@@ -116,7 +116,7 @@ def a_verdict_turned_around(run: Path) -> None:
 
 
 def nobody_can_tell(run: Path) -> None:
-    remake(run, sometimes_slower)
+    remake(run, slow_down_some_prompts)
 
 
 def a_gate_of_that_name_in_the_working_directory(run: Path) -> None:
@@ -135,14 +135,14 @@ def the_report_of_another_target(run: Path) -> None:
 
 
 def another_target_in_the_recipe(run: Path) -> None:
-    (place,) = (
+    (model_line,) = (
         line
         for line in (run / "run/recipe.yaml").read_text().splitlines()
         if line.startswith("  model:")
     )
-    shutil.copytree(place.removeprefix("  model: "), run / "other")
+    shutil.copytree(model_line.removeprefix("  model: "), run / "other")
     scale_weights(run / "other")
-    edit_recipe(run, {place: f"  model: {run / 'other'}"})
+    edit_recipe(run, {model_line: f"  model: {run / 'other'}"})
 
 
 ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
@@ -168,7 +168,7 @@ def test_an_attempt_is_refused(
 ) -> None:
     monkeypatch.chdir(run.parent)
     attempt(run)
-    assert refused(run) == ATTEMPTS[attempt]
+    assert list_refusal_kinds(run) == ATTEMPTS[attempt]
 
 
 def test_a_converted_target_is_named_as_such(run: Path) -> None:
@@ -182,11 +182,11 @@ def test_a_converted_target_is_named_as_such(run: Path) -> None:
 
 
 def test_a_target_that_is_gone_is_an_error(run: Path) -> None:
-    (place,) = (
+    (model_line,) = (
         line
         for line in (run / "run/recipe.yaml").read_text().splitlines()
         if line.startswith("  model:")
     )
-    edit_recipe(run, {place: f"  model: {run / 'gone'}"})
+    edit_recipe(run, {model_line: f"  model: {run / 'gone'}"})
     with pytest.raises(UserError, match=r"^target\.model: got "):
         read_release(run)

@@ -1,4 +1,4 @@
-"""What licences ask of who publishes a draft, and how they are stated."""
+"""What licences require of a published draft, and how they are stated."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
 
-def of(license: str | None, what: str = "target") -> Licensed:
+def make_part(license: str | None, what: str = "target") -> Licensed:
     return Licensed(what, "org/it", license)
 
 
@@ -47,17 +47,27 @@ def of(license: str | None, what: str = "target") -> Licensed:
         ("llama4", "Llama_4-Scout-eagle3", False),
     ],
 )
-def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
+def test_a_licence_that_forbids_the_draft_or_its_name_is_refused(
+    license: str | None, name: str, refused: bool
+) -> None:
     for what in ("target", *(["training data"] if license else [])):
         assert (
-            bool(list(list_prohibitions([of("mit", "data"), of(license, what)], f"Llama/{name}")))
+            bool(
+                list(
+                    list_prohibitions(
+                        [make_part("mit", "data"), make_part(license, what)], f"Llama/{name}"
+                    )
+                )
+            )
             == refused
         )
 
 
 def test_data_of_no_stated_licence_is_refused() -> None:
-    (why,) = list_prohibitions([of("mit"), of(None, "training data")], "org/draft")
-    assert "org/it" in why
+    (prohibition,) = list_prohibitions(
+        [make_part("mit"), make_part(None, "training data")], "org/draft"
+    )
+    assert "org/it" in prohibition
 
 
 def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_it(
@@ -89,30 +99,36 @@ def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_
         (None, None),
     ],
 )
-def test_what_a_card_states(metadata: dict[str, Any] | None, license: str | None) -> None:
+def test_the_licence_is_read_from_a_cards_metadata(
+    metadata: dict[str, Any] | None, license: str | None
+) -> None:
     assert license_from_card(metadata) == license
 
 
 def test_a_draft_has_the_licence_that_is_given_or_its_targets() -> None:
-    parts = [of("cc0-1.0", "training data"), of("gemma")]
+    parts = [make_part("cc0-1.0", "training data"), make_part("gemma")]
     assert choose_draft_license(None, parts) == "gemma"
     assert choose_draft_license("mit", parts) == "mit"
     assert (
-        choose_draft_license(None, parts[:1]) == choose_draft_license(None, [of(None)]) == "unknown"
+        choose_draft_license(None, parts[:1])
+        == choose_draft_license(None, [make_part(None)])
+        == "unknown"
     )
     assert build_license_metadata("gemma") == {"license": "gemma"}
     assert build_license_metadata("acme-1.0") == {"license": "other", "license_name": "acme-1.0"}
 
 
-def test_a_card_that_cannot_be_read(tmp_path) -> None:
+def test_a_card_that_cannot_be_read_is_refused(tmp_path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n")
     with refused("target", holds="README.md"):
         read_model_license("target", "it", tmp_path)
 
 
-def test_data(tmp_path) -> None:
-    """A source says it itself; pico's is known; of a file only its name is told. The target's own
-    prompts are as the target."""
+def test_licences_of_data_are_read_from_their_sources(tmp_path) -> None:
+    """A source may state its licence, and pico's is known; only the name of a file is published.
+
+    Prompts of the target itself have the target's licence.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one"}\n')
     source = [
@@ -121,8 +137,8 @@ def test_data(tmp_path) -> None:
         {"source": str(rows)},
         {"source": str(rows), "license": "cc-by-4.0", "weight": 2},
     ]
-    found = [(part.name, part.license) for part in find_data_licenses(source)]
-    assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
+    licenses = [(part.name, part.license) for part in find_data_licenses(source)]
+    assert licenses == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
     assert [
         len(loaded.rows)
         for loaded in load_sources(
@@ -131,7 +147,7 @@ def test_data(tmp_path) -> None:
     ] == [1, 1]
 
 
-def test_data_on_the_hub(tmp_path) -> None:
+def test_licences_of_data_on_the_hub_are_read_from_their_cards(tmp_path) -> None:
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
         hub.create("org/chats", card="---\nlicense: odc-by\n---\n")
         shown, hidden = find_data_licenses([{"source": "org/chats"}, {"source": "org/others"}])

@@ -1,5 +1,4 @@
-"""A draft and its target that were fetched once, when the Hub cannot be reached: every command that
-reads them uses the cache."""
+"""Every command reads a draft and its target from the cache when the Hub cannot be reached."""
 
 import os
 import shlex
@@ -15,7 +14,7 @@ from huggingface_hub import close_session, constants
 
 from specdistill.methods.load import locate
 from specdistill.targets.frozen import FrozenTarget
-from tests.hub.conftest import files_of
+from tests.hub.conftest import read_files
 from tests.loopback_hub import Hub, loopback_hub
 from tests.refusals import refused_key
 from tests.scripts import specdistill
@@ -30,16 +29,21 @@ MISSING = "report/report.json report/samples.jsonl"
 
 @pytest.fixture
 def hub(
-    saved: dict[str, Path], measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved_models: dict[str, Path],
+    measured_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Hub]:
-    """Both with a card, which no measurement reads; the draft's release has a report."""
+    """A Hub with target and draft; both have a card, and the draft's release has a report."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    report = {f"report/{name}": content for name, content in files_of(measured / "report").items()}
-    with loopback_hub(tmp_path / "hub") as running:
-        running.create(TARGET, files_of(saved["target"]), card="The target.")
-        running.create(DRAFT, {**files_of(saved["draft"]), **report}, card="The draft.")
-        running.tag(DRAFT, "v1")
-        yield running
+    report = {
+        f"report/{name}": content for name, content in read_files(measured_run / "report").items()
+    }
+    with loopback_hub(tmp_path / "hub") as loopback:
+        loopback.create(TARGET, read_files(saved_models["target"]), card="The target.")
+        loopback.create(DRAFT, {**read_files(saved_models["draft"]), **report}, card="The draft.")
+        loopback.tag(DRAFT, "v1")
+        yield loopback
 
 
 @pytest.fixture
@@ -48,8 +52,8 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fetched(hub: Hub, home: Path) -> None:
-    """What a measurement of the release fetches."""
+def filled_cache(hub: Hub, home: Path) -> None:
+    """Fill the cache with the files that a measurement of the release reads."""
     with hub.client(home):
         locate(RELEASE)
         locate(DRAFT)
@@ -58,10 +62,12 @@ def fetched(hub: Hub, home: Path) -> None:
 
 @pytest.fixture(params=["unreachable", "HF_HUB_OFFLINE"])
 def offline(
-    request: pytest.FixtureRequest, hub: Hub, home: Path, fetched: None
+    request: pytest.FixtureRequest, hub: Hub, home: Path, filled_cache: None
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """A command where the Hub gives no answer, or is not to be asked: its exit code, stdout and
-    stderr."""
+    """A function that runs a command while the Hub does not answer or must not be asked.
+
+    It returns the exit code, stdout and stderr.
+    """
     is_set = request.param == "HF_HUB_OFFLINE"
     with ExitStack() as stack:
         stack.enter_context(hub.client(home))
@@ -73,8 +79,8 @@ def offline(
         close_session()
 
         def run(*arguments: str) -> tuple[int, str, str]:
-            done = specdistill(*arguments)
-            return done.returncode, done.stdout, done.stderr
+            process = specdistill(*arguments)
+            return process.returncode, process.stdout, process.stderr
 
         yield run
 
@@ -94,10 +100,10 @@ def test_acquire_takes_what_a_measurement_has_fetched(offline: Offline, home: Pa
 
 @pytest.mark.parametrize("draft", [RELEASE, DRAFT])
 def test_the_gate_says_what_the_cache_lacks_and_how_to_fetch_it(
-    offline: Offline, measured: Path, draft: str, tmp_path: Path
+    offline: Offline, measured_run: Path, draft: str, tmp_path: Path
 ) -> None:
     code, out, err = offline(
-        "gate", f"report={measured / 'report'}", "gates=release", f"baseline={draft}"
+        "gate", f"report={measured_run / 'report'}", "gates=release", f"baseline={draft}"
     )
     assert (code, out, refused_key(err)) == (3, "", "baseline"), err
     assert f"the Hub's cache holds {draft} without {MISSING.replace(' ', ', ')}" in err
@@ -106,11 +112,11 @@ def test_the_gate_says_what_the_cache_lacks_and_how_to_fetch_it(
 
 
 def test_the_command_that_the_gate_prints_fetches_the_report(
-    offline: Offline, hub: Hub, home: Path, measured: Path, tmp_path: Path
+    offline: Offline, hub: Hub, home: Path, measured_run: Path, tmp_path: Path
 ) -> None:
     gate = (
         "gate",
-        f"report={measured / 'report'}",
+        f"report={measured_run / 'report'}",
         "gates=release",
         f"baseline={RELEASE}",
         f"output_dir={tmp_path / 'out'}",
@@ -125,13 +131,13 @@ def test_the_command_that_the_gate_prints_fetches_the_report(
 
 
 @pytest.mark.long  # a plan counts a training step of every method
-def test_a_plan_reads_both_and_says_why_it_does_not_search(offline: Offline) -> None:
+def test_a_plan_reads_draft_and_target_and_says_why_it_does_not_search(offline: Offline) -> None:
     code, out, err = offline("plan", f"target={TARGET}", f"draft={RELEASE}")
     assert code == 0, err
     assert f"not asked: {NOBODY} cannot be reached" in " ".join(out.split())
 
 
-def test_doctor_and_export_read_both(offline: Offline, tmp_path: Path) -> None:
+def test_doctor_and_export_read_draft_and_target(offline: Offline, tmp_path: Path) -> None:
     code, out, err = offline("doctor", f"draft={RELEASE}", f"target={TARGET}", "decode=false")
     assert (code, "method eagle3" in out) == (0, True), err
     code, _, err = offline(
@@ -152,7 +158,7 @@ def test_a_first_release_is_tried_without_the_hub(offline: Offline, run: Path) -
     assert code == 0 and "README.md" in out, err
 
 
-def test_what_was_never_fetched_is_not_said_to_be_in_the_cache(offline: Offline) -> None:
+def test_a_repository_that_was_never_fetched_is_not_reported_as_cached(offline: Offline) -> None:
     for line in (
         "plan target=someone/other",
         "doctor draft=someone/other@v2",

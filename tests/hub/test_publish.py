@@ -1,5 +1,4 @@
-"""`specdistill publish` against a Hub on loopback, which the real client asks: what is there
-afterwards, whatever happens on the way."""
+"""`specdistill publish` to a loopback Hub with the real client: what the Hub has afterwards."""
 
 import hashlib
 import json
@@ -20,7 +19,7 @@ from specdistill.hub import repository as released
 from specdistill.hub.repository import is_same
 from specdistill.serving.export import export
 from tests.finished_runs import edit, edit_recipe, edit_report, remake
-from tests.hub.conftest import NAME, contents
+from tests.hub.conftest import NAME, read_contents
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
 from tests.refusals import refused_key
@@ -50,12 +49,12 @@ RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
 
 
 def publish(run: Path, *arguments: str, repo: str = NAME, first: bool = True) -> int:
-    """first: nothing was released before; or the same, which is there already."""
-    named = ["baseline=none"] if first else []
-    return main(["publish", f"run={run}", f"repo={repo}", *named, *arguments])
+    """Run the command and return its exit code; `first` adds the baseline of a first release."""
+    baseline_argument = ["baseline=none"] if first else []
+    return main(["publish", f"run={run}", f"repo={repo}", *baseline_argument, *arguments])
 
 
-def refused(
+def expect_refusal(
     capsys: pytest.CaptureFixture[str],
     code: int,
     run: Path,
@@ -63,48 +62,48 @@ def refused(
     repo: str = NAME,
     first: bool = True,
 ) -> str:
-    """The one line of an error."""
+    """Run the command, check its exit code, and return the one line of its error."""
     capsys.readouterr()
     assert publish(run, *arguments, repo=repo, first=first) == code
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
 
 
-def uploads(hub: Hub) -> int:
+def count_uploads(hub: Hub) -> int:
     return len(hub.asked("upload")) + len(hub.asked("commit"))
 
 
-# What is there
+# What is published
 
 
 def test_a_release_is_one_commit_with_everything_and_a_tag_on_it(hub: Hub, run: Path) -> None:
     assert publish(run) == 0
     new, _ = hub.commits(NAME)
     assert hub.tags(NAME) == {"v1": new} and hub.repositories[NAME].private
-    there = contents(hub, "v1")
-    assert there.keys() == RELEASE | {".gitattributes"}
-    assert {name: there[name] for name in DRAFT} == {
+    published_files = read_contents(hub, "v1")
+    assert published_files.keys() == RELEASE | {".gitattributes"}
+    assert {name: published_files[name] for name in DRAFT} == {
         name: (run / "draft" / name).read_bytes() for name in DRAFT
     }
-    assert there["provenance.json"] == (run / "run/provenance.json").read_bytes()
-    assert there["report/samples.jsonl"] == (run / "report/samples.jsonl").read_bytes()
+    assert published_files["provenance.json"] == (run / "run/provenance.json").read_bytes()
+    assert published_files["report/samples.jsonl"] == (run / "report/samples.jsonl").read_bytes()
     report, _ = read_report(run / "report")
-    assert json.loads(there["report/report.json"])["results"] == report["results"]
-    assert {name: path.read_bytes() for name, path in files_in(run / "release").items()} == {
-        name: there[name] for name in RELEASE
+    assert json.loads(published_files["report/report.json"])["results"] == report["results"]
+    assert {name: path.read_bytes() for name, path in list_files(run / "release").items()} == {
+        name: published_files[name] for name in RELEASE
     }
 
 
-def files_in(folder: Path) -> dict[str, Path]:
+def list_files(folder: Path) -> dict[str, Path]:
     return {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }
 
 
-def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> None:
+def test_the_card_describes_the_draft_and_its_results(lfs_hub: Hub, run: Path) -> None:
     assert publish(run) == 0
-    card = ModelCard(contents(lfs, "v1")["README.md"].decode())
+    card = ModelCard(read_contents(lfs_hub, "v1")["README.md"].decode())
     report, _ = read_report(run / "report")
     row = report["results"][0]
     assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == (
@@ -122,7 +121,7 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
     assert results.keys() == {"mean_acceptance_length", "acceptance_rate", "speedup"}
     assert results["speedup"].metric_args["ci95"] == row["speedup_ci95"]
     assert results["speedup"].metric_args["hardware"] == report["hardware"]["name"]
-    for said in (
+    for fact in (
         (
             'vllm serve TARGET \\\n    --speculative-config \'{"method": "draft_model", "model":'
             f' "{NAME}"'
@@ -136,71 +135,74 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
         "](report/picture.svg)",
         f"`{report['target']['weights']}`",
     ):
-        assert said in card.text
+        assert fact in card.text
 
 
 def test_the_card_repeats_what_the_check_against_the_target_says(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(run / "draft/config.json", lambda config: {**config, "max_position_embeddings": 64})
     tokenizer = (run / "draft/tokenizer.json").read_bytes()
     assert publish(run, "force=a trial", "dry_run=true") == 0
     assert (
         "- Compared with its target: the draft's context (max_position_embeddings) is 64 tokens"
-        in readme(run)
+        in read_card(run)
     )
     (run / "draft/tokenizer.json").unlink()
     assert publish(run) == 1
     assert "refused: not a draft for its target: " in capsys.readouterr().err
     assert publish(run, "force=a trial", "dry_run=true") == 0
-    assert "> - not a draft for its target: got draft without the files of a tokenizer" in readme(
-        run
+    assert (
+        "> - not a draft for its target: got draft without the files of a tokenizer"
+        in read_card(run)
     )
     (run / "draft/tokenizer.json").write_bytes(tokenizer)
-    assert "vllm serve" in readme(run)
-    # which engines are not started to do
+    assert "vllm serve" in read_card(run)
+    # because no engine is started for it
     edit_report(run, "settings", "drafting", to={"heterogeneous_vocab": True})
     assert publish(run, "force=a trial", "dry_run=true") == 0
-    assert "vllm serve" not in readme(run) and "No engine serves it as it is" in readme(run)
+    assert "vllm serve" not in read_card(run) and "No engine serves it as it is" in read_card(run)
 
 
-def readme(run: Path) -> str:
+def read_card(run: Path) -> str:
     return (run / "release/README.md").read_text(encoding="utf-8")
 
 
 def test_a_trial_writes_the_folder_and_sends_nothing(
-    lfs: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert publish(run, "dry_run=true", f"output_dir={tmp_path / 'trial'}") == 0
-    assert NAME not in lfs.repositories and uploads(lfs) == 0
-    assert files_in(tmp_path / "trial").keys() == RELEASE
-    said = capsys.readouterr().out
-    assert "new         712.2 KiB  model.safetensors" in said
+    assert NAME not in lfs_hub.repositories and count_uploads(lfs_hub) == 0
+    assert list_files(tmp_path / "trial").keys() == RELEASE
+    output = capsys.readouterr().out
+    assert "new         712.2 KiB  model.safetensors" in output
     assert publish(run) == 0
     capsys.readouterr()
     assert publish(run, "tag=v2", "dry_run=true", first=False) == 0
-    said = capsys.readouterr().out
-    assert "same        712.2 KiB  model.safetensors" in said
-    assert "changed" in next(line for line in said.splitlines() if line.endswith("README.md"))
-    assert lfs.tags(NAME).keys() == {"v1"}
+    output = capsys.readouterr().out
+    assert "same        712.2 KiB  model.safetensors" in output
+    assert "changed" in next(line for line in output.splitlines() if line.endswith("README.md"))
+    assert lfs_hub.tags(NAME).keys() == {"v1"}
 
 
-def test_exports_stand_in_folders_of_their_engines(lfs: Hub, run: Path, tmp_path: Path) -> None:
+def test_exports_are_in_folders_of_their_engines(lfs_hub: Hub, run: Path, tmp_path: Path) -> None:
     assert publish(run, "exports=[vllm]") == 0
     export(run / "draft", "vllm", tmp_path / "vllm")
-    there = contents(lfs, "v1")
+    published_files = read_contents(lfs_hub, "v1")
     names = {path.name for path in (tmp_path / "vllm").iterdir()} - {"SERVE.md"}
-    assert {name: there[f"vllm/{name}"] for name in names} == {
+    assert {name: published_files[f"vllm/{name}"] for name in names} == {
         name: (tmp_path / "vllm" / name).read_bytes() for name in names
     }
-    assert there.keys() == RELEASE | {".gitattributes"} | {f"vllm/{name}" for name in names}
-    assert "--include 'vllm/*'" in there["README.md"].decode()
-    # The next release has none, and takes away what would be of another draft.
+    assert published_files.keys() == RELEASE | {".gitattributes"} | {
+        f"vllm/{name}" for name in names
+    }
+    assert "--include 'vllm/*'" in published_files["README.md"].decode()
+    # The next release has no exports, and removes those of the first draft.
     assert publish(run, "tag=v2", first=False) == 0
-    assert contents(lfs, "v2").keys() == RELEASE | {".gitattributes"}
+    assert read_contents(lfs_hub, "v2").keys() == RELEASE | {".gitattributes"}
 
 
-def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
+def test_a_recipe_gives_the_keys_that_the_command_lacks(lfs_hub: Hub, run: Path) -> None:
     path = run / "run/recipe.yaml"
     path.write_text(
         path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false")
@@ -208,11 +210,15 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     (run / "run/provenance.json").write_text(json.dumps({"recipe": sha256}))
     assert main(["publish", f"run={run}", "baseline=none", "license=apache-2.0"]) == 0
-    assert not lfs.repositories[NAME].private
-    assert ModelCard(contents(lfs, "v1")["README.md"].decode()).data.license == "apache-2.0"
+    assert not lfs_hub.repositories[NAME].private
+    assert (
+        ModelCard(read_contents(lfs_hub, "v1")["README.md"].decode()).data.license == "apache-2.0"
+    )
 
 
-def test_a_run_that_ran_somebodys_code_is_published_without_running_it(lfs: Hub, run: Path) -> None:
+def test_a_run_that_ran_somebodys_code_is_published_without_running_it(
+    lfs_hub: Hub, run: Path
+) -> None:
     edit_recipe(run, {"trust_remote_code: false": "trust_remote_code: true"})
     assert publish(run, "dry_run=true") == 0
     recipe = read_yaml(run / "run/recipe.yaml")
@@ -222,38 +228,38 @@ def test_a_run_that_ran_somebodys_code_is_published_without_running_it(lfs: Hub,
 
 
 def test_a_target_in_a_folder_may_be_one_of_the_hub(
-    lfs: Hub, run: Path, measured: Path, capsys
+    lfs_hub: Hub, run: Path, measured_run: Path, capsys
 ) -> None:
-    files = {path.name: path for path in (measured.parent / "target").iterdir()}
-    lfs.create(
+    files = {path.name: path for path in (measured_run.parent / "target").iterdir()}
+    lfs_hub.create(
         "org/target",
         {**files, "README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"do what you like"},
     )
     other = json.loads(files["tokenizer.json"].read_text()) | {"truncation": None, "version": "1.1"}
-    lfs.create("org/other", {**files, "tokenizer.json": json.dumps(other).encode()})
-    assert "base_model: got org/other@" in refused(capsys, 2, run, "base_model=org/other")
+    lfs_hub.create("org/other", {**files, "tokenizer.json": json.dumps(other).encode()})
+    assert "base_model: got org/other@" in expect_refusal(capsys, 2, run, "base_model=org/other")
     assert publish(run, "base_model=org/target") == 0
-    there = contents(lfs, "v1")
-    card = ModelCard(there["README.md"].decode())
+    published_files = read_contents(lfs_hub, "v1")
+    card = ModelCard(published_files["README.md"].decode())
     assert card.data.base_model == "org/target" and card.data.license == "mit"
-    assert there["licenses/LICENSE"] == b"do what you like"
+    assert published_files["licenses/LICENSE"] == b"do what you like"
     assert "vllm serve org/target" in card.text and "TARGET" not in card.text
 
 
 def test_a_licence_that_leads_out_of_the_targets_folder_is_not_published(
-    lfs: Hub, run: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, run: Path, measured_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "id_rsa").write_text("private")
-    licence = measured.parent / "target/LICENSE"
+    licence = measured_run.parent / "target/LICENSE"
     licence.symlink_to(tmp_path / "id_rsa")
     try:
-        assert refused_key(refused(capsys, 2, run)) == "target"
+        assert refused_key(expect_refusal(capsys, 2, run)) == "target"
     finally:
         licence.unlink()
-    assert NAME not in lfs.repositories and not (run / "release").exists()
+    assert NAME not in lfs_hub.repositories and not (run / "release").exists()
 
 
-# Again
+# The next release
 
 
 def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
@@ -263,7 +269,7 @@ def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
             size=3, lfs=SimpleNamespace(sha256=hashlib.sha256(b"abc").hexdigest())
         )
         small = SimpleNamespace(size=3, lfs=None, blob_id=hashlib.sha1(b"blob 3\0abc").hexdigest())
-        assert [is_same(tmp_path / "file", there) for there in (large, small)] == [same, same]  # type: ignore[arg-type]
+        assert [is_same(tmp_path / "file", entry) for entry in (large, small)] == [same, same]  # type: ignore[arg-type]
 
 
 def test_the_next_tag_follows_the_largest_number() -> None:
@@ -271,17 +277,17 @@ def test_the_next_tag_follows_the_largest_number() -> None:
     assert released.Repository(NAME, False, [], {}, tags).next_tag == "v11"
 
 
-def test_what_is_released_is_not_released_again_and_a_tag_is_never_moved(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_release_is_not_published_again_and_a_tag_is_never_moved(
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert publish(run) == 0
-    before, tags = uploads(lfs), lfs.tags(NAME)
+    before, tags = count_uploads(lfs_hub), lfs_hub.tags(NAME)
     assert publish(run) == publish(run, "tag=v1") == 0
     (run / "run/provenance.json").write_text(json.dumps({"created": "another day"}))
-    assert refused_key(refused(capsys, 2, run, "tag=v1")) == "tag"
-    assert uploads(lfs) == before and lfs.tags(NAME) == tags
+    assert refused_key(expect_refusal(capsys, 2, run, "tag=v1")) == "tag"
+    assert count_uploads(lfs_hub) == before and lfs_hub.tags(NAME) == tags
     assert publish(run, first=False) == 0
-    assert lfs.tags(NAME) == {**tags, "v2": lfs.commits(NAME)[0]}
+    assert lfs_hub.tags(NAME) == {**tags, "v2": lfs_hub.commits(NAME)[0]}
 
 
 @pytest.mark.parametrize(
@@ -302,32 +308,38 @@ def test_what_is_released_is_not_released_again_and_a_tag_is_never_moved(
     ids=lambda value: f"{value.kind} at {value.route}" if isinstance(value, Fault) else "",
 )
 def test_after_a_fault_nothing_is_half_there_and_the_command_goes_on(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], fault: Fault, lands: bool
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], fault: Fault, lands: bool
 ) -> None:
-    """lands: whether the commit is there, which then gets its tag and no other."""
-    lfs.inject(fault)
-    refused(capsys, 3, run)
-    if NAME in lfs.repositories:
-        assert lfs.tags(NAME) == {}
-        whole = lfs.files(NAME).keys() >= RELEASE
-        assert whole == lands and (lands or not RELEASE & lfs.files(NAME).keys())
-    lfs.faults.clear()
-    num_commits, num_uploads = len(lfs.commits(NAME)) if lands else 0, len(lfs.asked("upload"))
+    """Where `lands` is true the commit is on the Hub, and the next command tags that commit."""
+    lfs_hub.inject(fault)
+    expect_refusal(capsys, 3, run)
+    if NAME in lfs_hub.repositories:
+        assert lfs_hub.tags(NAME) == {}
+        whole = lfs_hub.files(NAME).keys() >= RELEASE
+        assert whole == lands and (lands or not RELEASE & lfs_hub.files(NAME).keys())
+    lfs_hub.faults.clear()
+    num_commits, num_uploads = (
+        len(lfs_hub.commits(NAME)) if lands else 0,
+        len(lfs_hub.asked("upload")),
+    )
     assert publish(run) == 0
-    assert lfs.tags(NAME) == {"v1": lfs.commits(NAME)[0]}
-    assert contents(lfs, "v1").keys() >= RELEASE
+    assert lfs_hub.tags(NAME) == {"v1": lfs_hub.commits(NAME)[0]}
+    assert read_contents(lfs_hub, "v1").keys() >= RELEASE
     if lands:
-        assert len(lfs.commits(NAME)) == num_commits and len(lfs.asked("upload")) == num_uploads
+        assert (
+            len(lfs_hub.commits(NAME)) == num_commits
+            and len(lfs_hub.asked("upload")) == num_uploads
+        )
     if fault.route == "commit":  # all large files had arrived
-        assert len(lfs.asked("upload")) == num_uploads
+        assert len(lfs_hub.asked("upload")) == num_uploads
 
 
 def test_a_commit_that_is_not_what_was_sent_gets_no_tag(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = Repository.commit
 
-    def losing(self: Repository, files: dict[str, Any], *others: Any) -> Any:
+    def commit_without_samples(self: Repository, files: dict[str, Any], *others: Any) -> Any:
         return commit(
             self,
             {path: file for path, file in files.items() if path != "report/samples.jsonl"},
@@ -335,49 +347,49 @@ def test_a_commit_that_is_not_what_was_sent_gets_no_tag(
         )
 
     with monkeypatch.context() as broken:
-        broken.setattr(Repository, "commit", losing)
-        assert "report/samples.jsonl" in refused(capsys, 3, run)
-    assert lfs.tags(NAME) == {}
+        broken.setattr(Repository, "commit", commit_without_samples)
+        assert "report/samples.jsonl" in expect_refusal(capsys, 3, run)
+    assert lfs_hub.tags(NAME) == {}
     assert publish(run) == 0
-    assert contents(lfs, "v1").keys() >= RELEASE
+    assert read_contents(lfs_hub, "v1").keys() >= RELEASE
 
 
 def test_a_tag_that_was_set_meanwhile_stays(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To somebody else's commit; and what no release put there is left alone."""
-    theirs = lfs.create(NAME, {"notes.txt": b"of the team"}, private=True)
-    lfs.inject(Fault("slow", "tag", call=lambda: lfs.tag(NAME, "v1", theirs)))
-    refused(capsys, 3, run, "tag=v1")
-    assert lfs.tags(NAME) == {"v1": theirs}
-    assert refused_key(refused(capsys, 2, run, "tag=v1")) == "tag"
+    """The tag is on somebody else's commit, and files that no release wrote are kept."""
+    theirs = lfs_hub.create(NAME, {"notes.txt": b"of the team"}, private=True)
+    lfs_hub.inject(Fault("slow", "tag", call=lambda: lfs_hub.tag(NAME, "v1", theirs)))
+    expect_refusal(capsys, 3, run, "tag=v1")
+    assert lfs_hub.tags(NAME) == {"v1": theirs}
+    assert refused_key(expect_refusal(capsys, 2, run, "tag=v1")) == "tag"
     assert publish(run, "tag=v2") == 0
-    assert contents(lfs, "v2")["notes.txt"] == b"of the team"
+    assert read_contents(lfs_hub, "v2")["notes.txt"] == b"of the team"
 
 
-def test_a_folder_called_release_that_is_none_stays(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_named_release_that_is_no_release_stays(
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "release").mkdir()
     (run / "release" / "thesis.tex").touch()
-    assert refused_key(refused(capsys, 2, run)) == "output_dir"
-    assert (run / "release" / "thesis.tex").exists() and NAME not in lfs.repositories
+    assert refused_key(expect_refusal(capsys, 2, run)) == "output_dir"
+    assert (run / "release" / "thesis.tex").exists() and NAME not in lfs_hub.repositories
 
 
-# Not at all
+# Refusals
 
 
-def test_what_did_not_pass_is_published_only_with_a_reason(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_does_not_pass_is_published_only_with_a_reason(
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = run / "draft/config.json"
     weights.write_text(weights.read_text().replace("\n}", ',\n  "_touched": 1\n}'))
     assert publish(run) == publish(run, "dry_run=true") == 1
-    said = capsys.readouterr().err
-    assert "refused: other weights: " in said and "force=REASON" in said
-    assert NAME not in lfs.repositories and not (run / "release").exists()
+    error = capsys.readouterr().err
+    assert "refused: other weights: " in error and "force=REASON" in error
+    assert NAME not in lfs_hub.repositories and not (run / "release").exists()
     assert publish(run, "force=<b>we</b> know") == 0
-    card = ModelCard(contents(lfs, "v1")["README.md"].decode())
+    card = ModelCard(read_contents(lfs_hub, "v1")["README.md"].decode())
     top, _, _ = card.text.partition("\n# half-right\n")
     assert (
         "\\<b\\>we\\</b\\> know" in top
@@ -394,33 +406,34 @@ def test_what_did_not_pass_is_published_only_with_a_reason(
         ("llama3.1", "someone/Llama-draft", ""),
     ],
 )
-def test_the_licence_of_the_target(
-    lfs: Hub,
+def test_the_licence_of_the_target_is_followed(
+    lfs_hub: Hub,
     run: Path,
-    measured: Path,
+    measured_run: Path,
     capsys: pytest.CaptureFixture[str],
     license: str,
     repo: str,
     said: str,
 ) -> None:
-    card = measured.parent / "target/README.md"
+    card = measured_run.parent / "target/README.md"
     card.write_text(f"---\nlicense: {license}\n---\n")
     try:
         assert publish(run, repo=repo) == bool(said)
     finally:
         card.unlink()
     if said:
-        assert said in capsys.readouterr().err and repo not in lfs.repositories
+        assert said in capsys.readouterr().err and repo not in lfs_hub.repositories
         return
-    there = {
+    published_files = {
         name: path.read_bytes().decode()
-        for name, path in lfs.files(repo).items()
+        for name, path in lfs_hub.files(repo).items()
         if name in ("README.md", "NOTICE")
     }
     assert (
-        "**Built with Llama.**" in there["README.md"] and "license: llama3.1" in there["README.md"]
+        "**Built with Llama.**" in published_files["README.md"]
+        and "license: llama3.1" in published_files["README.md"]
     )
-    assert there["NOTICE"].startswith(
+    assert published_files["NOTICE"].startswith(
         "Llama 3.1 is licensed under the Llama 3.1 Community License, Copyright ©"
     )
 
@@ -438,20 +451,22 @@ def test_the_licence_of_the_target(
         ("force=in a hurry", "force"),  # nothing is refused
     ],
 )
-def test_what_the_user_got_wrong(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], argument: str, key: str
+def test_invalid_arguments_are_refused(
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], argument: str, key: str
 ) -> None:
-    assert refused_key(refused(capsys, 2, run, argument)) == key
-    assert NAME not in lfs.repositories
+    assert refused_key(expect_refusal(capsys, 2, run, argument)) == key
+    assert NAME not in lfs_hub.repositories
 
 
-def test_a_run_that_is_not_measured(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_is_not_measured_is_refused(
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(run / "report")
-    assert f"run: got {run}, which has no report" in refused(capsys, 2, run)
+    assert f"run: got {run}, which has no report" in expect_refusal(capsys, 2, run)
     shutil.rmtree(run / "draft")
-    assert f"run: got {run}, which has no draft, no report, expected" in refused(capsys, 2, run)
+    assert f"run: got {run}, which has no draft, no report, expected" in expect_refusal(
+        capsys, 2, run
+    )
 
 
 @pytest.mark.parametrize(
@@ -466,34 +481,33 @@ def test_a_run_that_is_not_measured(
     ],
 )
 def test_a_link_out_of_the_run_is_refused_by_name(
-    lfs: Hub, run: Path, tmp_path: Path, capsys, name: str
+    lfs_hub: Hub, run: Path, tmp_path: Path, capsys, name: str
 ) -> None:
-    """notes.txt: of the files next to a draft, which an export copies."""
+    """An export copies files next to a draft, such as notes.txt."""
     if (run / name).exists():
         (run / name).rename(tmp_path / "elsewhere")
     else:
         (tmp_path / "elsewhere").write_text("private")
     (run / name).symlink_to(tmp_path / "elsewhere")
-    said = refused(capsys, 2, run, "exports=[vllm]")
-    assert refused_key(said) == "run" and f"{run / name}" in said
-    assert NAME not in lfs.repositories and not (run / "release").exists()
+    error = expect_refusal(capsys, 2, run, "exports=[vllm]")
+    assert refused_key(error) == "run" and f"{run / name}" in error
+    assert NAME not in lfs_hub.repositories and not (run / "release").exists()
 
 
-def test_a_link_within_the_run_is_published(lfs: Hub, run: Path) -> None:
+def test_a_link_within_the_run_is_published(lfs_hub: Hub, run: Path) -> None:
     (run / "draft/config.json").rename(run / "config.json")
     (run / "draft/config.json").symlink_to("../config.json")
     assert (
         publish(run) == 0
-        and contents(lfs, "v1")["config.json"] == (run / "config.json").read_bytes()
+        and read_contents(lfs_hub, "v1")["config.json"] == (run / "config.json").read_bytes()
     )
 
 
 @pytest.mark.long  # trains and measures
-def test_no_place_of_a_machine_is_published(
-    lfs: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_path_of_a_machine_is_published(
+    lfs_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a run that was trained, measured and released in the home of somebody whose name is
-    nowhere else."""
+    """The run is trained, measured and released in a home whose name is nowhere else."""
     home = tmp_path / "home" / "ada lovelace"
     home.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
@@ -514,11 +528,13 @@ def test_no_place_of_a_machine_is_published(
         assert specdistill(verb, *keys).returncode in (0, 1, 4)
     assert publish(run, "exports=[vllm]", "force=a trial") == 0
     private = (str(tmp_path), str(Path.home()), "lovelace", "adas-machine")
-    read = {name: content.decode("latin-1") for name, content in contents(lfs, "v1").items()}
-    assert [(name, word) for name, text in read.items() for word in private if word in text] == []
-    provenance = json.loads(read["provenance.json"])
+    texts = {
+        name: content.decode("latin-1") for name, content in read_contents(lfs_hub, "v1").items()
+    }
+    assert [(name, word) for name, text in texts.items() for word in private if word in text] == []
+    provenance = json.loads(texts["provenance.json"])
     assert "target.model=model" in provenance["command"] and provenance["target"] == "model"
-    assert provenance["recipe"] == hashlib.sha256(read["recipe.yaml"].encode()).hexdigest()
+    assert provenance["recipe"] == hashlib.sha256(texts["recipe.yaml"].encode()).hexdigest()
     report, records = read_report(run / "release" / "report")
     assert (
         report["digest"] == compute_digest(report, records)
@@ -526,9 +542,11 @@ def test_no_place_of_a_machine_is_published(
     )
 
 
-def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path, capsys) -> None:
-    lfs.create(NAME)
-    assert refused_key(refused(capsys, 2, run, "private=true")) == "private"
+def test_a_private_release_in_a_public_repository_is_refused(
+    lfs_hub: Hub, run: Path, capsys
+) -> None:
+    lfs_hub.create(NAME)
+    assert refused_key(expect_refusal(capsys, 2, run, "private=true")) == "private"
     assert publish(run, "private=false") == 0
 
 
@@ -536,55 +554,57 @@ def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path
     ("token", "told"),
     [(None, "hf auth login"), (Hub.other_token, "may write"), ("hf_unknown", "token")],
 )
-def test_who_may_not_write(
+def test_a_user_who_may_not_write_is_refused(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str], token: str | None, told: str
 ) -> None:
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=token):
-        assert told in refused(capsys, 3, run)
+        assert told in expect_refusal(capsys, 3, run)
         hub.create(NAME)
-        assert told in refused(capsys, 3, run)
+        assert told in expect_refusal(capsys, 3, run)
         assert hub.tags(NAME) == {}
 
 
-def test_a_full_disk(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_is_reported(
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "link", full)
-    monkeypatch.setattr(shutil, "copy2", full)
-    assert "No space left on device" in refused(capsys, 3, run)
-    assert NAME not in lfs.repositories and not (run / "release").exists()
+    monkeypatch.setattr(os, "link", raise_disk_full)
+    monkeypatch.setattr(shutil, "copy2", raise_disk_full)
+    assert "No space left on device" in expect_refusal(capsys, 3, run)
+    assert NAME not in lfs_hub.repositories and not (run / "release").exists()
 
 
-def test_a_hub_that_is_not_there(
+def test_a_hub_that_cannot_be_reached_is_reported(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with loopback_hub(tmp_path / "hub") as hub:
         pass
     with hub.client(tmp_path / "home"):
-        assert hub.address in refused(capsys, 3, run)
-        assert hub.address in refused(capsys, 3, run, "dry_run=true", first=False)
+        assert hub.address in expect_refusal(capsys, 3, run)
+        assert hub.address in expect_refusal(capsys, 3, run, "dry_run=true", first=False)
         shutil.rmtree(run / "report")
-        assert f"run: got {run}, which has no report" in refused(capsys, 2, run, "dry_run=true")
+        assert f"run: got {run}, which has no report" in expect_refusal(
+            capsys, 2, run, "dry_run=true"
+        )
 
 
 def test_a_secret_in_any_file_is_not_published(
-    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit_report(run, "suite", "source", to="https://me:a-password@example.org/prompts")
     remake(run, lambda record: record)
-    said = refused(capsys, 2, run)
-    assert refused_key(said) == "README.md" and "a-password" not in said
-    assert NAME not in lfs.repositories
+    error = expect_refusal(capsys, 2, run)
+    assert refused_key(error) == "README.md" and "a-password" not in error
+    assert NAME not in lfs_hub.repositories
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"- 1\n"])
-def test_a_last_release_that_does_not_read_is_one_line(
-    content: bytes, lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_last_release_that_cannot_be_read_is_refused_in_one_line(
+    content: bytes, lfs_hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert publish(run) == 0
-    lfs.commit(NAME, {"report/report.json": content})
-    lfs.tag(NAME, "v2")
-    assert "report.json" in refused(capsys, 2, run, "tag=v3", first=False)
+    lfs_hub.commit(NAME, {"report/report.json": content})
+    lfs_hub.tag(NAME, "v2")
+    assert "report.json" in expect_refusal(capsys, 2, run, "tag=v3", first=False)

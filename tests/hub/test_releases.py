@@ -1,4 +1,4 @@
-"""A second release after the first, on a Hub on loopback that the real client asks."""
+"""A second release after the first one, on a loopback Hub with the real client."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 
 from specdistill.cli.main import main
 from tests.finished_runs import again, remake, slower, timed
-from tests.hub.conftest import NAME, contents
+from tests.hub.conftest import NAME, read_contents
 from tests.loopback_hub import Hub
 from tests.refusals import refused_key
 from tests.scripts import evaluate
@@ -21,64 +21,65 @@ GATE = (
 
 
 @pytest.fixture(scope="module")
-def trained_further(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of other weights, measured as the first was; its recipe has a gate that allows no
-    regression."""
+def other_run(measured_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with other weights, measured as the first one, and with a gate against regressions."""
     folder = tmp_path_factory.mktemp("further")
     (folder / "gate.yaml").write_text(GATE)
     return again(
-        measured,
+        measured_run,
         folder / "run",
         {"gate: default": f"gate: {folder / 'gate.yaml'}", "max_length: 512": "max_length: 256"},
     )
 
 
 @pytest.fixture
-def first(measured: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(measured, tmp_path / "first")
+def first_run(measured_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(measured_run, tmp_path / "first")
 
 
 @pytest.fixture
-def second(trained_further: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(trained_further, tmp_path / "second")
+def second_run(other_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(other_run, tmp_path / "second")
 
 
 def publish(run: Path, *arguments: str) -> int:
     return main(["publish", f"run={run}", f"repo={NAME}", *arguments])
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def read_stderr(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
 # A release after another
 
 
-def test_a_first_release_is_one_by_name(
-    lfs: Hub, first: Path, capsys: pytest.CaptureFixture[str]
+def test_a_first_release_needs_baseline_none(
+    lfs_hub: Hub, first_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert publish(first) == 2
-    assert refused_key(said(capsys)) == "baseline"
-    assert NAME not in lfs.repositories
-    assert publish(first, "baseline=none") == 0
-    message = lfs.repositories[NAME].tag_messages["v1"]
+    assert publish(first_run) == 2
+    assert refused_key(read_stderr(capsys)) == "baseline"
+    assert NAME not in lfs_hub.repositories
+    assert publish(first_run, "baseline=none") == 0
+    message = lfs_hub.repositories[NAME].tag_messages["v1"]
     assert message.startswith("Release v1")
-    assert "Changes since" not in contents(lfs, "v1")["README.md"].decode()
-    assert publish(first) == publish(first, "baseline=none") == 0  # it is there already
-    assert lfs.tags(NAME).keys() == {"v1"}
+    assert "Changes since" not in read_contents(lfs_hub, "v1")["README.md"].decode()
+    assert (
+        publish(first_run) == publish(first_run, "baseline=none") == 0
+    )  # the release exists already
+    assert lfs_hub.tags(NAME).keys() == {"v1"}
 
 
-def test_a_release_says_what_changed(
-    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+def test_the_card_of_a_release_lists_its_changes(
+    lfs_hub: Hub, first_run: Path, second_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert publish(first, "baseline=none") == 0
-    # to be compared with nothing would be a way around the gate
-    assert publish(second, "baseline=none") == 2
-    assert refused_key(said(capsys)) == "baseline"
-    assert publish(second) == 0
+    assert publish(first_run, "baseline=none") == 0
+    # a release without a baseline would avoid the gate
+    assert publish(second_run, "baseline=none") == 2
+    assert refused_key(read_stderr(capsys)) == "baseline"
+    assert publish(second_run) == 0
     card, report = (
-        contents(lfs, "v2")["README.md"].decode(),
-        json.loads(contents(lfs, "v2")["report/report.json"]),
+        read_contents(lfs_hub, "v2")["README.md"].decode(),
+        json.loads(read_contents(lfs_hub, "v2")["report/report.json"]),
     )
     assert report["baseline"]["draft"] == {"model": NAME, "revision": "v1", "method": "draft_model"}
     rules = {
@@ -94,60 +95,60 @@ def test_a_release_says_what_changed(
         and "| acceptance length, b |" in changes
         and "| speedup |" in changes
     )
-    assert f"Compared with {NAME}@v1, measured" in lfs.repositories[NAME].tag_messages["v2"]
+    assert f"Compared with {NAME}@v1, measured" in lfs_hub.repositories[NAME].tag_messages["v2"]
 
 
 def test_a_regression_is_refused(
-    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, first_run: Path, second_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert publish(first, "baseline=none") == 0
-    remake(second, lambda record: slower(record, 1.4))
-    assert publish(second) == 1
-    assert "refused: gate failed: speedup loss " in said(capsys)
-    assert lfs.tags(NAME).keys() == {"v1"}
+    assert publish(first_run, "baseline=none") == 0
+    remake(second_run, lambda record: slower(record, 1.4))
+    assert publish(second_run) == 1
+    assert "refused: gate failed: speedup loss " in read_stderr(capsys)
+    assert lfs_hub.tags(NAME).keys() == {"v1"}
 
 
 def test_the_last_release_is_measured_again_with_other_settings(
-    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+    lfs_hub: Hub, first_run: Path, second_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command of docs/release.md."""
-    assert publish(first, "baseline=none") == 0
-    shorter = again(
-        second,
-        second.parent / "shorter",
+    """The last release is measured with the command of docs/release.md."""
+    assert publish(first_run, "baseline=none") == 0
+    shorter_run = again(
+        second_run,
+        second_run.parent / "shorter",
         {"num_speculative_tokens: 4": "num_speculative_tokens: 2"},
     )
-    said(capsys)
-    assert publish(shorter) == 1
-    refusal, _ = said(capsys).splitlines()[-2:]
+    read_stderr(capsys)
+    assert publish(shorter_run) == 1
+    refusal, _ = read_stderr(capsys).splitlines()[-2:]
     assert (
         refusal
         == "refused: not compared: baseline: got num_speculative_tokens 4, expected 2, as in the"
         " report"
     )
-    assert publish(shorter, "force=it has to be", "dry_run=true") == 0
-    card = (shorter / "release/README.md").read_text()
+    assert publish(shorter_run, "force=it has to be", "dry_run=true") == 0
+    card = (shorter_run / "release/README.md").read_text()
     assert "not compared" in card
     evaluate(
-        f"recipe={shorter / 'run/recipe.yaml'}",
+        f"recipe={shorter_run / 'run/recipe.yaml'}",
         f"draft={NAME}@v1",
-        f"output_dir={shorter / 'last-release'}",
+        f"output_dir={shorter_run / 'last-release'}",
     )
-    remake(shorter, timed, report=shorter / "last-release")
-    assert publish(shorter, f"baseline={shorter / 'last-release'}") == 0
-    report = json.loads(contents(lfs, "v2")["report/report.json"])
+    remake(shorter_run, timed, report=shorter_run / "last-release")
+    assert publish(shorter_run, f"baseline={shorter_run / 'last-release'}") == 0
+    report = json.loads(read_contents(lfs_hub, "v2")["report/report.json"])
     assert report["baseline"]["draft"]["revision"] == "v1" and report["gate"]["passed"]
-    assert publish(second, f"baseline={second / 'report'}") == 2
-    assert refused_key(said(capsys)) == "baseline"
+    assert publish(second_run, f"baseline={second_run / 'report'}") == 2
+    assert refused_key(read_stderr(capsys)) == "baseline"
 
 
-def test_a_last_release_that_was_edited(
-    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+def test_a_last_release_that_was_edited_is_refused(
+    lfs_hub: Hub, first_run: Path, second_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert publish(first, "baseline=none") == 0
-    samples = contents(lfs, "v1")["report/samples.jsonl"].splitlines()
-    lfs.commit(NAME, {"report/samples.jsonl": b"\n".join(samples[1:])})
-    lfs.repositories[NAME].git_tags.clear()
-    lfs.tag(NAME, "v1")
-    assert publish(second) == 2
-    assert refused_key(said(capsys)) == "repo"
+    assert publish(first_run, "baseline=none") == 0
+    samples = read_contents(lfs_hub, "v1")["report/samples.jsonl"].splitlines()
+    lfs_hub.commit(NAME, {"report/samples.jsonl": b"\n".join(samples[1:])})
+    lfs_hub.repositories[NAME].git_tags.clear()
+    lfs_hub.tag(NAME, "v1")
+    assert publish(second_run) == 2
+    assert refused_key(read_stderr(capsys)) == "repo"

@@ -1,5 +1,4 @@
-"""From a run to the Hub and back: what was published and acquired again is sound, and drafts as it
-did."""
+"""A draft that is published and acquired again is sound, and drafts as before."""
 
 import re
 import shlex
@@ -16,11 +15,11 @@ from tests.loopback_hub import loopback_hub
 
 
 @pytest.mark.long  # measures twice
-def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
-    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_acquired_draft_drafts_as_before_it_was_published(
+    measured_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is measured by the command on its card, which another machine would type."""
-    run, target = shutil.copytree(measured, tmp_path / "run"), measured.parent / "target"
+    """The command on the card measures the draft, as on another machine."""
+    run, target = shutil.copytree(measured_run, tmp_path / "run"), measured_run.parent / "target"
     with loopback_hub(tmp_path / "hub", "xet") as hub:
         with hub.client(tmp_path / "publisher"):
             assert (
@@ -39,7 +38,7 @@ def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
                         "doctor",
                         f"draft={folder}",
                         f"target={target}",
-                        f"suite={measured.parent / 'suite.jsonl'}",
+                        f"suite={measured_run.parent / 'suite.jsonl'}",
                     ]
                 )
                 == 0
@@ -49,21 +48,24 @@ def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
             (command,) = re.findall(
                 r"## Measuring it again\n\n```bash\nspecdistill eval (.*?)\n```", card, re.DOTALL
             )
-            places = {"TARGET": str(target), "SUITE": str(measured.parent / "suite.jsonl")}
+            paths = {"TARGET": str(target), "SUITE": str(measured_run.parent / "suite.jsonl")}
             words = [
-                re.sub("TARGET|SUITE", lambda found: places[found[0]], word)
+                re.sub("TARGET|SUITE", lambda match: paths[match[0]], word)
                 for word in shlex.split(command.replace("\\\n", ""))
             ]
-            asked = len(hub.requests)
+            num_requests = len(hub.requests)
             code = main(["eval", *words, f"eval.output_dir={tmp_path / 'again'}"])
             assert code in EXIT_CODES.values()
             assert not [
                 request
-                for request in hub.requests[asked:]
+                for request in hub.requests[num_requests:]
                 if request.route in ("resolve", "download")
             ]
 
-    (before, old), (after, new) = read_report(measured / "report"), read_report(tmp_path / "again")
+    (before, old), (after, new) = (
+        read_report(measured_run / "report"),
+        read_report(tmp_path / "again"),
+    )
     assert [(record.id, record.rounds, record.text) for record in new] == [
         (record.id, record.rounds, record.text) for record in old
     ]

@@ -1,5 +1,4 @@
-"""A planted token, searched for everywhere: what commands print and log, what they write, what they
-send, and to whom."""
+"""A planted token is in nothing that commands print, log or write, and is sent to the Hub alone."""
 
 import json
 import logging
@@ -17,8 +16,8 @@ from tests.loopback_hub import Fault, Hub, loopback_hub
 pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
 
 
-def places_with(secret: str, folder: Path) -> list[str]:
-    """The files of a folder, followed links included, that hold it."""
+def find_files_with(secret: str, folder: Path) -> list[str]:
+    """Return the files in a folder that contain the secret; links are followed."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -26,58 +25,58 @@ def places_with(secret: str, folder: Path) -> list[str]:
     )
 
 
-def run(verb: str, *arguments: str) -> int:
-    """The exit code of a verb, with the traceback of what goes wrong."""
+def run_verb(verb: str, *arguments: str) -> int:
+    """Run a verb with tracebacks of its errors, and return its exit code."""
     try:
         return main([verb, *arguments, "debug=true"])
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    except SystemExit as exit_error:
+        return int(exit_error.code or 0)
 
 
 @pytest.mark.long  # every command
 def test_a_planted_token_is_found_nowhere_else(
-    measured: Path,
+    measured_run: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One in HF_TOKEN, and one where `hf auth login` keeps it."""
-    of_the_client = logging.getLogger("huggingface_hub")  # it tells no other
-    monkeypatch.setattr(of_the_client, "handlers", [caplog.handler])
+    """One token is in HF_TOKEN, and another one where `hf auth login` stores it."""
+    client_logger = logging.getLogger("huggingface_hub")  # it does not propagate to the root logger
+    monkeypatch.setattr(client_logger, "handlers", [caplog.handler])
     caplog.set_level(logging.DEBUG)
-    caplog.set_level(logging.DEBUG, of_the_client.name)
+    caplog.set_level(logging.DEBUG, client_logger.name)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    home, target, kept = (
+    home, target, stored_token = (
         tmp_path / "home",
-        measured.parent / "target",
+        measured_run.parent / "target",
         Hub.token.swapcase().replace("HF_", "hf_"),
     )
-    finished = shutil.copytree(measured, tmp_path / "run")
+    run_folder = shutil.copytree(measured_run, tmp_path / "run")
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": f"text {n} " * 9}) + "\n" for n in range(8))
     )
     home.mkdir()
-    (home / "token").write_text(kept)
+    (home / "token").write_text(stored_token)
     with (
         loopback_hub(tmp_path / "hub") as hub,
         hub.client(home),
         mock.patch.object(constants, "HF_DEBUG", True),
     ):
-        published = ["publish", f"run={finished}", f"repo={NAME}", "baseline=none"]
+        publish_command = ["publish", f"run={run_folder}", f"repo={NAME}", "baseline=none"]
         hub.inject(Fault("status", "whoami", status=401))
-        assert run(*published) == 3
+        assert run_verb(*publish_command) == 3
         hub.inject(Fault("status", "commit", status=403))
-        assert run(*published) == 3
-        assert run(*published) == 0
-        acquired = ["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1"]
+        assert run_verb(*publish_command) == 3
+        assert run_verb(*publish_command) == 0
+        acquire_command = ["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1"]
         hub.inject(Fault("status", "tree", status=403))
-        assert run(*acquired) == 3
-        assert run(*acquired) == 0
-        assert run(
-            "gate", f"report={finished / 'report'}", "gates=release", f"baseline={NAME}@v1"
+        assert run_verb(*acquire_command) == 3
+        assert run_verb(*acquire_command) == 0
+        assert run_verb(
+            "gate", f"report={run_folder / 'report'}", "gates=release", f"baseline={NAME}@v1"
         ) in (0, 1, 4)
-        assert run("doctor", f"draft={NAME}", f"target={target}", "decode=false") in (0, 1)
+        assert run_verb("doctor", f"draft={NAME}", f"target={target}", "decode=false") in (0, 1)
         keys = [
             f"target.model={target}",
             f"data.source={tmp_path / 'texts.jsonl'}",
@@ -90,7 +89,7 @@ def test_a_planted_token_is_found_nowhere_else(
             "train.report_to=none",
         ]
         assert (
-            run(
+            run_verb(
                 "train",
                 "method=eagle3",
                 *keys,
@@ -99,18 +98,20 @@ def test_a_planted_token_is_found_nowhere_else(
             )
             == 0
         )
-    said = capfd.readouterr()
-    everything = said.out + said.err + caplog.text
-    assert hub.token not in everything and kept not in everything
-    # what logs and tracebacks there are was looked through
-    assert "<TOKEN>" in everything and "Traceback" in said.err
-    written = (
+    output = capfd.readouterr()
+    everything = output.out + output.err + caplog.text
+    assert hub.token not in everything and stored_token not in everything
+    # the output that was searched has logs and tracebacks
+    assert "<TOKEN>" in everything and "Traceback" in output.err
+    written_files = (
         "run/release/README.md",
         "run/report/release/report.html",
         "trained/draft/config.json",
     )
-    assert all((tmp_path / path).is_file() for path in written)
-    assert places_with(hub.token, tmp_path) == [] and places_with(kept, tmp_path) == ["home/token"]
+    assert all((tmp_path / path).is_file() for path in written_files)
+    assert find_files_with(hub.token, tmp_path) == [] and find_files_with(
+        stored_token, tmp_path
+    ) == ["home/token"]
     assert {request.token for request in hub.requests} == {None, hub.token}
     assert {
         request.token for request in hub.requests if request.headers["host"].startswith("localhost")

@@ -1,4 +1,4 @@
-"""Which engines a published draft is for, and by which command; judged by the doctor's loaders."""
+"""The engines and commands for a published draft, compared with the doctor's loaders."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +35,8 @@ CASES = [(method, shape) for method, shapes in SHAPES.items() for shape in shape
 
 
 @pytest.fixture(scope="module")
-def target(saved: dict[str, Path]) -> FrozenTarget:
-    return FrozenTarget.load(str(saved["target"]))
+def target(saved_models: dict[str, Path]) -> FrozenTarget:
+    return FrozenTarget.load(str(saved_models["target"]))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def target(saved: dict[str, Path]) -> FrozenTarget:
     CASES,
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
-def test_engines_load_what_is_said(
+def test_the_doctor_agrees_on_the_engines_that_load_a_draft(
     target: FrozenTarget, tmp_path: Path, method: str, shape: dict[str, Any]
 ) -> None:
     save_head(method, head_of(method, target, shape, torch.float32), tmp_path)
@@ -56,7 +56,7 @@ def test_engines_load_what_is_said(
             ), name
 
 
-def test_each_engine_is_told_how(tmp_path: Path) -> None:
+def test_each_engine_has_its_command(tmp_path: Path) -> None:
     target = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="org/target")
     draft = tmp_path / "draft"
     save_head(
@@ -64,8 +64,8 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
         head_of("eagle3", target, {"draft_vocabulary": torch.arange(0, 200, 2)}, torch.float32),
         draft,
     )
-    config, at = read_config(draft, "draft"), {"revision": "abc", "draft_revision": "v2"}
-    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, config, **at)
+    config, revisions = read_config(draft, "draft"), {"revision": "abc", "draft_revision": "v2"}
+    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, config, **revisions)
     exports = {"gguf": export(draft, "gguf", tmp_path / "gguf")}
     lines = dict(format_serving_lines(served, draft, exports))
     assert lines["vLLM"].startswith("vllm serve org/target \\\n    --revision abc ")
@@ -82,13 +82,13 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
         ' abc)"' in convert
     )
     lookup = LookupFirstConfig(draft_tokens=2)
-    behind = dict(format_serving_lines(replace(served, lookup_first=lookup), draft, exports))
+    lookup_lines = dict(format_serving_lines(replace(served, lookup_first=lookup), draft, exports))
     assert (
-        behind["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=")
-        and '"num_speculative_tokens": 4' in behind["vLLM"]
+        lookup_lines["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=")
+        and '"num_speculative_tokens": 4' in lookup_lines["vLLM"]
     )
     assert (
-        "--speculative-num-steps 2" in behind["SGLang"]
-        and "--spec-draft-n-max 2" in behind["llama.cpp"]
+        "--speculative-num-steps 2" in lookup_lines["SGLang"]
+        and "--spec-draft-n-max 2" in lookup_lines["llama.cpp"]
     )
     assert lines.keys() == {"vLLM", "SGLang", "llama.cpp"} and str(tmp_path) not in str(lines)

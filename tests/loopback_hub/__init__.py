@@ -1,5 +1,4 @@
-"""A Hugging Face Hub on loopback, which the real client is told of: repositories, commits, tags,
-large files, faults on demand.
+"""A Hugging Face Hub on loopback for the real client, with repositories, large files and faults.
 
     with loopback_hub(tmp_path / "hub") as hub:
         hub.create("org/name", {"config.json": b"{}"})
@@ -35,7 +34,7 @@ __all__ = ["Fault", "Hub", "environment", "fetched", "loopback_hub"]
 
 
 class Hub:
-    """What a test says to the Hub, and asks of it, in addition to what clients do."""
+    """The Hub as a test controls and inspects it, in addition to the requests of clients."""
 
     # Tokens of the owner of every repository, and of somebody who sees what is public.
     token = "hf_loopbackOwner" + "0" * 21
@@ -44,7 +43,7 @@ class Hub:
 
     def __init__(self, folder: Path, port: int, transfer: Literal["lfs", "xet"]):
         self.address = f"http://127.0.0.1:{port}"
-        # another host: where large files lie, tokens do not go
+        # Large files are on another host, to which clients send no tokens.
         self.storage_address = f"http://localhost:{port}"
         self.transfer = transfer
         self.objects = Objects(folder / "objects")
@@ -68,8 +67,10 @@ class Hub:
         private: bool = False,
         gated: bool = False,
     ) -> str:
-        """A repository with these files, `card` as its README.md, and `tags` in addition to the
-        card's; returns its commit."""
+        """Create a repository with these files and `card` as its README.md; return its commit.
+
+        The repository has `tags` in addition to those of the card.
+        """
         self.repositories[name] = Repository(name, private, gated, tags, downloads)
         return self.commit(
             name,
@@ -83,12 +84,12 @@ class Hub:
         files: Mapping[str, bytes | Path | None],
         title: str = "another commit",
     ) -> str:
-        """On top of main; a file that is None is deleted. Returns the commit."""
-        kept = {
+        """Commit files on top of main, and return the commit; a file that is None is deleted."""
+        kept_files = {
             path: None if content is None else self._keep(path, content)
             for path, content in files.items()
         }
-        return self.repositories[name].commit(kept, title).id
+        return self.repositories[name].commit(kept_files, title).id
 
     def tag(self, name: str, tag: str, revision: str = "main") -> None:
         commit = self.repositories[name].resolve(revision)
@@ -96,36 +97,41 @@ class Hub:
         self.repositories[name].git_tags[tag] = commit.id
 
     def grant(self, name: str, user: str = STRANGER) -> None:
-        """The user may read a gated repository."""
+        """Allow the user to read a gated repository."""
         self.repositories[name].members.add(user)
 
     def files(self, name: str, revision: str = "main") -> dict[str, Path]:
-        """The files of a revision, and where their bytes lie."""
+        """Return the files of a revision, with the path of their bytes."""
         commit = self.repositories[name].resolve(revision)
         assert commit, f"{name} has no {revision}"
         return {path: self.objects.path(file.sha256) for path, file in commit.files.items()}
 
     def commits(self, name: str, revision: str = "main") -> list[str]:
-        """The last first."""
+        """Return the commits of a revision, the last one first."""
         return [commit.id for commit in self.repositories[name].history(revision)]
 
     def tags(self, name: str) -> dict[str, str]:
-        """The commit of each tag."""
+        """Return the commit of each tag."""
         return dict(self.repositories[name].git_tags)
 
     def asked(self, route: str) -> list[Request]:
         return [request for request in self.requests if request.route == route]
 
     def environment(self, home: Path, *, token: str | None = token) -> dict[str, str]:
-        """Of a process that asks this Hub, as the owner, and keeps what it fetches in `home`."""
+        """Return the environment of a process that asks this Hub as the owner.
+
+        The process keeps in `home` what it fetches.
+        """
         variables = environment(self.address, home)
         variables["HF_HUB_DISABLE_XET"] = "1" if self.transfer == "lfs" else "0"
         return {**variables, **({"HF_TOKEN": token} if token else {})}
 
     @contextmanager
     def client(self, home: Path, *, token: str | None = token) -> Iterator[None]:
-        """In this process huggingface_hub asks this Hub, as the owner, and keeps what it fetches in
-        `home`."""
+        """Let huggingface_hub in this process ask this Hub as the owner.
+
+        It keeps in `home` what it fetches.
+        """
         settings = {
             "ENDPOINT": self.address,
             "HUGGINGFACE_CO_URL_TEMPLATE": self.address
@@ -144,7 +150,8 @@ class Hub:
         }
         # transformers keeps its client, and with it the address of the first Hub that it asked
         own_client = mock.patch("transformers.utils.hub._hf_api", None)
-        # The machine's certificates, which are half of what a client costs, are read for nothing.
+        # Reading the machine's certificates takes half of a client's time, and nothing here needs
+        # them.
         without_tls = mock.patch("httpx2._transports.default.create_ssl_context", return_value=TLS)
         with (
             mock.patch.multiple(constants, **settings),
@@ -159,15 +166,15 @@ class Hub:
             finally:
                 close_session()
 
-    def uploaded(self, path: str, sha256: str) -> File:
-        """A large file of a commit, whose bytes must have arrived before."""
-        found = (self.cas.hashes() if self.cas else {}).get(sha256)
-        if self.cas and found and self.cas.fetch(*found, self.arriving / sha256) == sha256:
+    def find_upload(self, path: str, sha256: str) -> File:
+        """Return a large file of a commit; its bytes must have arrived before."""
+        xet_file = (self.cas.list_hashes() if self.cas else {}).get(sha256)
+        if self.cas and xet_file and self.cas.fetch(*xet_file, self.arriving / sha256) == sha256:
             (self.arriving / sha256).replace(self.objects.path(sha256))
         if sha256 not in self.objects:
             raise RefusedError(400, f"LFS pointer of {path} pointed to a file that does not exist")
         file = self.objects.describe(path, sha256, lfs=True)
-        return File(**{**vars(file), "xet": found[0] if found else None})
+        return File(**{**vars(file), "xet": xet_file[0] if xet_file else None})
 
     def _keep(self, path: str, content: bytes | Path) -> File:
         file = self.objects.add(path, content)
@@ -178,8 +185,10 @@ class Hub:
 
 @contextmanager
 def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Iterator[Hub]:
-    """A Hub that keeps its files in `folder`, and moves large ones by classic LFS, or by Xet as the
-    Hub does now."""
+    """Run a Hub that keeps its files in `folder`.
+
+    It moves large files by classic LFS, or by Xet as the Hub does now.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hub = hub = Hub(folder, server.server_port, transfer)  # type: ignore[attr-defined]
     threading.Thread(
@@ -194,8 +203,10 @@ def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Itera
 
 
 def environment(address: str, home: Path) -> dict[str, str]:
-    """Of a process that asks the Hub at this address without a token, and keeps what it fetches in
-    `home`."""
+    """Return the environment of a process that asks the Hub at this address without a token.
+
+    The process keeps in `home` what it fetches.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -211,5 +222,5 @@ def environment(address: str, home: Path) -> dict[str, str]:
 
 
 def fetched(home: Path) -> set[str]:
-    """The names of the files that were fetched into `home`."""
+    """Return the names of the files that were fetched into `home`."""
     return {path.name for path in home.rglob("snapshots/*/**/*") if path.is_file()}

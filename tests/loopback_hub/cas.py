@@ -1,5 +1,7 @@
-"""The storage of Xet on this machine: hf_xet chunks and deduplicates into a folder, here as in the
-process of whoever uploads."""
+"""The storage of Xet on this machine: hf_xet chunks and deduplicates files into a folder.
+
+The client that uploads does so in its own process.
+"""
 
 import hashlib
 import struct
@@ -22,21 +24,21 @@ class Storage:
         self.address = f"local://{folder.resolve()}"
 
     def add(self, path: Path) -> str:
-        """Keep a file; returns the hash by which it is fetched."""
+        """Keep a file, and return the hash by which it is fetched."""
         with hf_xet.XetSession().new_upload_commit(endpoint=self.address) as commit:
             upload = commit.start_upload_file(str(path), sha256=hf_xet.COMPUTE_SHA256)
         return upload.result().xet_info.hash
 
-    def hashes(self) -> dict[str, tuple[str, int]]:
-        """By the sha256 of each file that was uploaded: its hash, and its size in bytes."""
+    def list_hashes(self) -> dict[str, tuple[str, int]]:
+        """Return the hash and the size in bytes of each uploaded file, by its sha256."""
         return {
             sha256: (name, size)
             for shard in self.folder.rglob("shards/*.mdb")
-            for sha256, name, size in _files(shard.read_bytes())
+            for sha256, name, size in _iterate_files(shard.read_bytes())
         }
 
     def fetch(self, name: str, size: int, path: Path) -> str:
-        """Write a file that was uploaded to `path`; returns the sha256 of what was read."""
+        """Write an uploaded file to `path`, and return the sha256 of its bytes."""
         digest = hashlib.sha256()
         group = hf_xet.XetSession().new_download_stream_group(endpoint=self.address)
         with path.open("wb") as file:
@@ -46,20 +48,23 @@ class Storage:
         return digest.hexdigest()
 
 
-def _files(shard: bytes) -> Iterator[tuple[str, str, int]]:
-    """(sha256, hash, size) of each file."""
-    at = RECORD
-    while shard[at : at + 32] != b"\xff" * 32:
-        name, flags, segments = shard[at : at + 32], *struct.unpack_from("<II", shard, at + 32)
+def _iterate_files(shard: bytes) -> Iterator[tuple[str, str, int]]:
+    """Yield the sha256, the hash and the size of each file in a shard."""
+    offset = RECORD
+    while shard[offset : offset + 32] != b"\xff" * 32:
+        name, flags, segments = (
+            shard[offset : offset + 32],
+            *struct.unpack_from("<II", shard, offset + 32),
+        )
         sizes = [
-            struct.unpack_from("<I", shard, at + RECORD * (1 + index) + 36)[0]
+            struct.unpack_from("<I", shard, offset + RECORD * (1 + index) + 36)[0]
             for index in range(segments)
         ]
-        at += RECORD * (1 + segments * (2 if flags & VERIFIED else 1))
+        offset += RECORD * (1 + segments * (2 if flags & VERIFIED else 1))
         if flags & WITH_SHA256:
-            yield _hexadecimal(shard[at : at + 32]), _hexadecimal(name), sum(sizes)
-            at += RECORD
+            yield _format_hash(shard[offset : offset + 32]), _format_hash(name), sum(sizes)
+            offset += RECORD
 
 
-def _hexadecimal(value: bytes) -> str:
+def _format_hash(value: bytes) -> str:
     return "".join(f"{word:016x}" for word in struct.unpack("<4Q", value))

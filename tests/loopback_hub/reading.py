@@ -1,5 +1,4 @@
-"""Endpoints that read: accounts, listings, repositories, files; what the Hub says about them, and
-who may ask for what."""
+"""Endpoints that read accounts, listings, repositories and files, and check who may read them."""
 
 import json
 import re
@@ -11,19 +10,21 @@ from urllib.parse import parse_qs
 
 import yaml
 
-from tests.loopback_hub.store import Commit, File, Repository, git_hash, pointer
+from tests.loopback_hub.store import Commit, File, Repository, compute_git_hash, format_pointer
 
 if TYPE_CHECKING:
     from tests.loopback_hub import Hub
 
-# Whom tokens stand for: the owner of every repository, and somebody who sees what is public.
+# The users of the tokens: the owner of every repository, and somebody who sees public ones.
 OWNER, STRANGER = "someone", "stranger"
 
 
 @dataclass
 class Request:
-    """What was asked: `values` are the parts of the path that the route names; a large body lies in
-    a file."""
+    """A request of a client.
+
+    `values` are the parts of the path that the route names. The body is in a file.
+    """
 
     method: str
     path: str
@@ -44,7 +45,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """`content` is JSON if it is neither bytes nor a file."""
+    """An answer to a client; `content` is JSON if it is neither bytes nor a file."""
 
     content: Any = b""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class RefusedError(Exception):
         self.answer = Answer({"error": message}, headers, status)
 
 
-def user_of(hub: "Hub", request: Request) -> str | None:
+def get_user(hub: "Hub", request: Request) -> str | None:
     if request.token is None:
         return None
     if request.token not in hub.users:
@@ -67,12 +68,14 @@ def user_of(hub: "Hub", request: Request) -> str | None:
     return hub.users[request.token]
 
 
-def repository_of(
+def get_repository(
     hub: "Hub", request: Request, *, writes: bool = False, reads_files: bool = False
 ) -> Repository:
-    """The repository of the path, for someone who may see it. The Hub does not say whether a
-    private one exists."""
-    user = user_of(hub, request)
+    """Return the repository of the path, or refuse a user who may not see it.
+
+    The Hub does not reveal whether a private repository exists.
+    """
+    user = get_user(hub, request)
     repository = hub.repositories.get(request.values["id"])
     if repository is None or (repository.private and user != OWNER):
         if user is None:
@@ -92,14 +95,14 @@ def repository_of(
     return repository
 
 
-def commit_of(repository: Repository, revision: str) -> Commit:
+def get_commit(repository: Repository, revision: str) -> Commit:
     commit = repository.resolve(revision)
     if commit is None:
         raise RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
     return commit
 
 
-def description(
+def describe_repository(
     hub: "Hub",
     repository: Repository,
     commit: Commit | None = None,
@@ -118,20 +121,24 @@ def description(
         "tags": tags_of(hub, repository),
         "cardData": card_of(hub, commit),
         **(
-            {"siblings": [sibling(path, file, blobs) for path, file in sorted(files.items())]}
+            {
+                "siblings": [
+                    describe_sibling(path, file, blobs) for path, file in sorted(files.items())
+                ]
+            }
             if siblings
             else {}
         ),
     }
 
 
-def sibling(path: str, file: File, blobs: bool) -> dict[str, Any]:
+def describe_sibling(path: str, file: File, blobs: bool) -> dict[str, Any]:
     if not blobs:
         return {"rfilename": path}
     large = {
         "sha256": file.sha256,
         "size": file.size,
-        "pointerSize": len(pointer(file.sha256, file.size)),
+        "pointerSize": len(format_pointer(file.sha256, file.size)),
     }
     return {
         "rfilename": path,
@@ -142,18 +149,18 @@ def sibling(path: str, file: File, blobs: bool) -> dict[str, Any]:
 
 
 def card_of(hub: "Hub", commit: Commit | None) -> dict[str, Any]:
-    """The metadata at the head of README.md."""
+    """Return the metadata at the head of README.md."""
     file = commit.files.get("README.md") if commit else None
-    return metadata(hub.objects.path(file.sha256).read_text(encoding="utf-8")) if file else {}
+    return parse_metadata(hub.objects.path(file.sha256).read_text(encoding="utf-8")) if file else {}
 
 
-def metadata(card: str) -> dict[str, Any]:
-    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
-    return (yaml.safe_load(found[1]) or {}) if found else {}
+def parse_metadata(card: str) -> dict[str, Any]:
+    front_matter = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
+    return (yaml.safe_load(front_matter[1]) or {}) if front_matter else {}
 
 
 def tags_of(hub: "Hub", repository: Repository) -> list[str]:
-    """Those given, and what the Hub derives from the card."""
+    """Return the repository's own tags, and those that the Hub derives from its card."""
     card = card_of(hub, repository.resolve("main"))
     bases = (
         [card["base_model"]]
@@ -171,21 +178,21 @@ def tags_of(hub: "Hub", repository: Repository) -> list[str]:
     return list(dict.fromkeys([*repository.tags, *derived]))
 
 
-def entries(files: Mapping[str, File]) -> list[dict[str, Any]]:
-    """Folders, then files."""
+def list_entries(files: Mapping[str, File]) -> list[dict[str, Any]]:
+    """Return the entries of folders, and then those of files."""
     folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents[:-1]}
-    found = [
-        {"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0}
+    folder_entries = [
+        {"type": "directory", "path": path, "oid": compute_git_hash(path.encode()), "size": 0}
         for path in sorted(folders)
     ]
-    return [*found, *(entry(path, file) for path, file in sorted(files.items()))]
+    return [*folder_entries, *(describe_entry(path, file) for path, file in sorted(files.items()))]
 
 
-def entry(path: str, file: File) -> dict[str, Any]:
+def describe_entry(path: str, file: File) -> dict[str, Any]:
     large = {
         "oid": file.sha256,
         "size": file.size,
-        "pointerSize": len(pointer(file.sha256, file.size)),
+        "pointerSize": len(format_pointer(file.sha256, file.size)),
     }
     return {
         "type": "file",
@@ -198,7 +205,7 @@ def entry(path: str, file: File) -> dict[str, Any]:
 
 
 def whoami(hub: "Hub", request: Request) -> Answer:
-    user = user_of(hub, request)
+    user = get_user(hub, request)
     if user is None:
         raise RefusedError(401, "Invalid username or password.")
     role = "write" if user == OWNER else "read"
@@ -215,84 +222,88 @@ def whoami(hub: "Hub", request: Request) -> Answer:
 
 
 def list_models(hub: "Hub", request: Request) -> Answer:
-    user, query = user_of(hub, request), request.query
+    user, query = get_user(hub, request), request.query
     search = query.get("search", [""])[0].lower()
-    found = [
-        description(hub, repository)
+    descriptions = [
+        describe_repository(hub, repository)
         for repository in hub.repositories.values()
         if (user == OWNER or not repository.private)
         and search in repository.id.lower()
         and set(query.get("filter", [])) <= set(tags_of(hub, repository))
     ]
     return Answer(
-        sorted(found, key=lambda one: one["downloads"], reverse=True)[: int(query["limit"][0])]
+        sorted(descriptions, key=lambda description: description["downloads"], reverse=True)[
+            : int(query["limit"][0])
+        ]
     )
 
 
 def info(hub: "Hub", request: Request) -> Answer:
-    repository = repository_of(hub, request)
-    commit = commit_of(repository, request.values.get("revision", "main"))
+    repository = get_repository(hub, request)
+    commit = get_commit(repository, request.values.get("revision", "main"))
     return Answer(
-        description(hub, repository, commit, siblings=True, blobs="blobs" in request.query)
+        describe_repository(hub, repository, commit, siblings=True, blobs="blobs" in request.query)
     )
 
 
 def tree(hub: "Hub", request: Request) -> Answer:
-    repository = repository_of(hub, request)
-    return Answer(entries(commit_of(repository, request.values["revision"]).files))
+    repository = get_repository(hub, request)
+    return Answer(list_entries(get_commit(repository, request.values["revision"]).files))
 
 
 def folder(hub: "Hub", request: Request) -> Answer:
-    """What is below a path of a repository, which has no folders."""
+    """Refuse to list a folder of a repository, because these repositories have no folders."""
     raise RefusedError(404, "Entry not found", "EntryNotFound")
 
 
 def paths_info(hub: "Hub", request: Request) -> Answer:
-    repository = repository_of(hub, request)
-    files = commit_of(repository, request.values["revision"]).files
-    asked = parse_qs(request.body.read_text(encoding="utf-8") if request.body else "").get(
-        "paths", []
-    )
-    return Answer([one for one in entries(files) if one["path"] in asked])
+    repository = get_repository(hub, request)
+    files = get_commit(repository, request.values["revision"]).files
+    requested_paths = parse_qs(
+        request.body.read_text(encoding="utf-8") if request.body else ""
+    ).get("paths", [])
+    return Answer([entry for entry in list_entries(files) if entry["path"] in requested_paths])
 
 
 def refs(hub: "Hub", request: Request) -> Answer:
-    repository = repository_of(hub, request)
+    repository = get_repository(hub, request)
     kinds = {"branches": ("heads", repository.branches), "tags": ("tags", repository.git_tags)}
     return Answer(
         {
             kind: [
                 {"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": commit}
-                for name, commit in named.items()
+                for name, commit in references.items()
             ]
-            for kind, (folder, named) in kinds.items()
+            for kind, (folder, references) in kinds.items()
         }
         | {"converts": [], "pullRequests": []}
     )
 
 
 def commits(hub: "Hub", request: Request) -> Answer:
-    repository = repository_of(hub, request)
-    commit_of(repository, request.values["revision"])
+    repository = get_repository(hub, request)
+    get_commit(repository, request.values["revision"])
     return Answer(
         [
             {
-                "id": one.id,
-                "title": one.title,
-                "message": one.message,
+                "id": commit.id,
+                "title": commit.title,
+                "message": commit.message,
                 "authors": [{"user": OWNER}],
-                "date": one.date,
+                "date": commit.date,
             }
-            for one in repository.history(request.values["revision"])
+            for commit in repository.history(request.values["revision"])
         ]
     )
 
 
 def resolve(hub: "Hub", request: Request) -> Answer:
-    """A file. A large one lies elsewhere: a redirection to a signed address, which takes no
-    token."""
-    repository = repository_of(hub, request, reads_files=True)
-    commit = commit_of(repository, request.values["revision"])
+    """Answer with a file, or with a redirection for a large file.
+
+    The address of a large file is signed and takes no token.
+    """
+    repository = get_repository(hub, request, reads_files=True)
+    commit = get_commit(repository, request.values["revision"])
     file = commit.files.get(request.values["path"])
     if file is None:
         raise RefusedError(404, "Entry not found", "EntryNotFound")

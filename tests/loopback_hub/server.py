@@ -1,5 +1,4 @@
-"""HTTP around the endpoints: bodies are read to disk and sent from it, by ranges, and faults on
-demand meet them there."""
+"""HTTP around the endpoints: bodies go to and from disk, and faults are injected on the way."""
 
 import json
 import re
@@ -23,7 +22,7 @@ Kind = Literal["status", "cut", "lost", "corrupt", "slow", "conflict"]
 
 @dataclass
 class Fault:
-    """What the next `times` requests of a route meet, after `skip` of them went well.
+    """A fault of the next `times` requests of a route, after `skip` requests without one.
 
     status: answered with `status`, and nothing is done. cut: the connection ends in the middle of
     the body, of the answer's, or of the request's where one is sent; nothing is done. lost: all is
@@ -55,8 +54,8 @@ class Faults:
         with self._lock:
             self.waiting.clear()
 
-    def meets(self, route: str, path: str) -> Fault | None:
-        """The fault that this request meets."""
+    def find_fault(self, route: str, path: str) -> Fault | None:
+        """Return the fault of this request, and count it as used."""
         with self._lock:
             for fault in self.waiting:
                 if fault.route != route or fault.path not in path:
@@ -71,8 +70,8 @@ class Faults:
         return None
 
 
-def with_another_byte(content: bytes, index: int) -> bytes:
-    """A letter becomes its capital, so that base64 stays base64."""
+def change_byte(content: bytes, index: int) -> bytes:
+    """Change the case of a letter, so that base64 stays base64."""
     return content[:index] + bytes([content[index] ^ 0x20]) + content[index + 1 :]
 
 
@@ -83,11 +82,13 @@ class Route(NamedTuple):
     answer: Callable[["Hub", Request], Answer]
 
 
-def route(
+def make_route(
     name: str, methods: str, pattern: str, answer: Callable[["Hub", Request], Answer]
 ) -> Route:
-    """`{name}` in the pattern is a part of the path without a slash, {id} of a repository two,
-    {path} as many as there are."""
+    """Return a route for a pattern with names in braces.
+
+    `{name}` is a part of the path without a slash, `{id}` has one slash, and `{path}` any number.
+    """
     parts = {"id": r"(?P<id>[^/]+/[^/]+?)", "path": "(?P<path>.+)"}
     return Route(
         name,
@@ -99,40 +100,40 @@ def route(
 
 MODEL, DATASET = "/api/models/{id}", "/api/datasets/{id}"
 ROUTES = [
-    route("whoami", "GET", "/api/whoami-v2", reading.whoami),
-    route("create", "POST", "/api/repos/create", writing.create_repository),
-    route("validate", "POST", "/api/validate-yaml", writing.validate_yaml),
-    route("list", "GET", "/api/models", reading.list_models),
-    route("info", "GET", MODEL, reading.info),
-    route("info", "GET", MODEL + "/revision/{revision}", reading.info),
-    route("tree", "GET", MODEL + "/tree/{revision}", reading.tree),
-    route("paths", "POST", MODEL + "/paths-info/{revision}", reading.paths_info),
-    route("refs", "GET", MODEL + "/refs", reading.refs),
-    route("commits", "GET", MODEL + "/commits/{revision}", reading.commits),
-    route("preupload", "POST", MODEL + "/preupload/{revision}", writing.preupload),
-    route("batch", "POST", "/{id}.git/info/lfs/objects/batch", writing.batch),
-    route("upload", "PUT", "/upload/{sha256}", writing.upload),
-    route("xet-token", "GET", MODEL + "/xet-{access}-token/{revision}", writing.xet_token),
-    route("commit", "POST", MODEL + "/commit/{revision}", writing.commit),
-    route("tag", "POST", MODEL + "/tag/{revision}", writing.tag),
-    route("resolve", "GET HEAD", "/{id}/resolve/{revision}/{path}", reading.resolve),
+    make_route("whoami", "GET", "/api/whoami-v2", reading.whoami),
+    make_route("create", "POST", "/api/repos/create", writing.create_repository),
+    make_route("validate", "POST", "/api/validate-yaml", writing.validate_yaml),
+    make_route("list", "GET", "/api/models", reading.list_models),
+    make_route("info", "GET", MODEL, reading.info),
+    make_route("info", "GET", MODEL + "/revision/{revision}", reading.info),
+    make_route("tree", "GET", MODEL + "/tree/{revision}", reading.tree),
+    make_route("paths", "POST", MODEL + "/paths-info/{revision}", reading.paths_info),
+    make_route("refs", "GET", MODEL + "/refs", reading.refs),
+    make_route("commits", "GET", MODEL + "/commits/{revision}", reading.commits),
+    make_route("preupload", "POST", MODEL + "/preupload/{revision}", writing.preupload),
+    make_route("batch", "POST", "/{id}.git/info/lfs/objects/batch", writing.batch),
+    make_route("upload", "PUT", "/upload/{sha256}", writing.upload),
+    make_route("xet-token", "GET", MODEL + "/xet-{access}-token/{revision}", writing.xet_token),
+    make_route("commit", "POST", MODEL + "/commit/{revision}", writing.commit),
+    make_route("tag", "POST", MODEL + "/tag/{revision}", writing.tag),
+    make_route("resolve", "GET HEAD", "/{id}/resolve/{revision}/{path}", reading.resolve),
     # A data set is a repository like any other, under another path.
-    route("dataset", "GET", DATASET, reading.info),
-    route("dataset", "GET", DATASET + "/revision/{revision}", reading.info),
-    route("dataset-tree", "GET", DATASET + "/tree/{revision}", reading.tree),
-    route("dataset-tree", "GET", DATASET + "/tree/{revision}/{path}", reading.folder),
-    route("dataset-paths", "POST", DATASET + "/paths-info/{revision}", reading.paths_info),
-    route(
+    make_route("dataset", "GET", DATASET, reading.info),
+    make_route("dataset", "GET", DATASET + "/revision/{revision}", reading.info),
+    make_route("dataset-tree", "GET", DATASET + "/tree/{revision}", reading.tree),
+    make_route("dataset-tree", "GET", DATASET + "/tree/{revision}/{path}", reading.folder),
+    make_route("dataset-paths", "POST", DATASET + "/paths-info/{revision}", reading.paths_info),
+    make_route(
         "dataset-resolve", "GET HEAD", "/datasets/{id}/resolve/{revision}/{path}", reading.resolve
     ),
-    route("download", "GET HEAD", "/cdn/{sha256}", reading.download),
+    make_route("download", "GET HEAD", "/cdn/{sha256}", reading.download),
 ]
 
 BLOCK = 1 << 16
 
 
 class CutError(Exception):
-    """The connection ends here."""
+    """The end of a connection."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -148,16 +149,16 @@ class Handler(BaseHTTPRequestHandler):
         hub.requests.append(request)
         route = next(
             (
-                one
-                for one in ROUTES
-                if self.command in one.methods and one.pattern.fullmatch(url.path)
+                candidate
+                for candidate in ROUTES
+                if self.command in candidate.methods and candidate.pattern.fullmatch(url.path)
             ),
             None,
         )
-        if route and (found := route.pattern.fullmatch(url.path)):
+        if route and (match := route.pattern.fullmatch(url.path)):
             request.route = route.name
-            request.values = {key: unquote(value) for key, value in found.groupdict().items()}
-        fault = hub.faults.meets(request.route, url.path)
+            request.values = {key: unquote(value) for key, value in match.groupdict().items()}
+        fault = hub.faults.find_fault(request.route, url.path)
         try:
             self._receive(request, fault, hub.arriving)
             if fault and fault.kind == "status":
@@ -177,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
                     answer = refused.answer
             has_no_body = self.command == "HEAD" or answer.content == b""
             if fault and (fault.kind == "lost" or (fault.kind == "cut" and has_no_body)):
-                _strike(fault)
+                _apply_fault(fault)
             self._send(answer, fault)
         except (CutError, ConnectionError):
             self.close_connection = True
@@ -188,28 +189,26 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
     def _receive(self, request: Request, fault: Fault | None, folder: Path) -> None:
-        """The body into a file. A fault strikes here where one is sent."""
+        """Write the body to a file; a fault of a request with a body is applied here."""
         length = int(self.headers.get("Content-Length", 0))
         if not length and "Transfer-Encoding" not in self.headers:
             return
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             request.body = Path(file.name)
-            for block in self._blocks(length):
+            for block in self._read_body(length):
                 file.write(block)
                 if fault and fault.kind in ("cut", "slow") and file.tell() >= length / 2:
-                    _strike(fault)
+                    _apply_fault(fault)
                     fault = None
         if fault and fault.kind == "corrupt":
             content = request.body.read_bytes()
             middle = len(content) // 2
             letter = re.compile(rb"[A-Za-z]").search(content, middle)
-            request.body.write_bytes(
-                with_another_byte(content, letter.start() if letter else middle)
-            )
+            request.body.write_bytes(change_byte(content, letter.start() if letter else middle))
 
-    def _blocks(self, length: int) -> Iterator[bytes]:
+    def _read_body(self, length: int) -> Iterator[bytes]:
         if length:
-            # At least two, so that there is a middle.
+            # There are at least two blocks, so that there is a middle.
             size = min(BLOCK, max(1, length // 2))
             for start in range(0, length, size):
                 yield self.rfile.read(min(size, length - start))
@@ -229,8 +228,8 @@ class Handler(BaseHTTPRequestHandler):
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         start, end, status = 0, size, answer.status
         headers: dict[str, Any] = dict(answer.headers)
-        if (asked := self.headers.get("Range")) and isinstance(content, Path):
-            first, _, last = asked.removeprefix("bytes=").partition("-")
+        if (byte_range := self.headers.get("Range")) and isinstance(content, Path):
+            first, _, last = byte_range.removeprefix("bytes=").partition("-")
             start, end = (
                 (int(first), min(size, int(last) + 1) if last else size)
                 if first
@@ -247,32 +246,32 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        # it has struck where the body was received
+        # a fault of another method was applied when the body was received
         fault = fault if self.command == "GET" else None
         middle = (start + end) // 2
-        for position, block in _read(content, start, end):
+        for position, block in _read_blocks(content, start, end):
             damaged = (
                 fault and fault.kind == "corrupt" and position <= middle < position + len(block)
             )
-            self.wfile.write(with_another_byte(block, middle - position) if damaged else block)
+            self.wfile.write(change_byte(block, middle - position) if damaged else block)
             if fault and fault.kind in ("cut", "slow") and position + len(block) >= middle:
                 self.wfile.flush()
-                _strike(fault)
+                _apply_fault(fault)
                 fault = None
 
     def log_message(self, *_: Any) -> None:
-        """Quiet: what the server says would be taken for the command's."""
+        """Print nothing, because the output would be taken for that of the command."""
 
 
-def _strike(fault: Fault) -> None:
+def _apply_fault(fault: Fault) -> None:
     if fault.call:
         fault.call()
     if fault.kind != "slow":
         raise CutError
 
 
-def _read(content: bytes | Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """(position, block), at least two of them, so that there is a middle."""
+def _read_blocks(content: bytes | Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield at least two blocks with their positions, so that there is a middle."""
     size = min(BLOCK, max(1, (end - start) // 2))
     if isinstance(content, bytes):
         yield from (

@@ -1,5 +1,4 @@
-"""What a Hub keeps: objects by their sha256 on disk, and repositories as commits, branches and tags
-over them."""
+"""The store of a Hub: objects by their sha256 on disk, and repositories with commits and tags."""
 
 import hashlib
 import shutil
@@ -9,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-# What the Hub's .gitattributes of a new repository sends to large-file storage, as far as models
-# have it, and files above 10 MiB.
+# Suffixes of models that .gitattributes of a new repository sends to large-file storage. Files
+# above 10 MiB go there, too.
 LARGE = (
     ".safetensors",
     ".gguf",
@@ -29,8 +28,10 @@ LARGE_BYTES = 10 * 1024**2
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit; its bytes are the object of that sha256. `xet` is the hash by which Xet
-    fetches it."""
+    """A file of a commit, whose bytes are the object with that sha256.
+
+    Xet fetches it by the hash `xet`.
+    """
 
     sha256: str
     size: int
@@ -66,18 +67,18 @@ class Repository:
     def commit(
         self, files: Mapping[str, File | None], title: str, message: str = "", branch: str = "main"
     ) -> Commit:
-        """On top of the branch: these files changed, those that are None deleted."""
+        """Commit changed files on top of the branch; a file that is None is deleted."""
         with self.lock:
             parent = self.branches.get(branch)
             before = self.commits[parent].files if parent else {}
             after = {path: file for path, file in {**before, **files}.items() if file}
             # An hour apart, so that the order of commits can be told from their dates.
             date = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=len(self.commits))
-            written = repr(
+            content = repr(
                 (self.id, parent, title, message, sorted(after.items()), len(self.commits))
             )
             commit = Commit(
-                hashlib.sha1(written.encode()).hexdigest(),
+                hashlib.sha1(content.encode()).hexdigest(),
                 parent,
                 title,
                 message,
@@ -89,12 +90,12 @@ class Repository:
             return commit
 
     def resolve(self, revision: str) -> Commit | None:
-        """A branch, a tag or a commit's whole id."""
-        found = self.branches.get(revision) or self.git_tags.get(revision) or revision
-        return self.commits.get(found)
+        """Return the commit of a branch, a tag or a whole commit id."""
+        commit_id = self.branches.get(revision) or self.git_tags.get(revision) or revision
+        return self.commits.get(commit_id)
 
     def history(self, revision: str) -> list[Commit]:
-        """The commits that lead to it, the last first."""
+        """Return the commits that lead to a revision, the last one first."""
         commits = []
         commit = self.resolve(revision)
         while commit:
@@ -104,7 +105,7 @@ class Repository:
 
 
 class Objects:
-    """Bytes by their sha256, in a folder."""
+    """A folder of objects, which are named by their sha256."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -117,7 +118,7 @@ class Objects:
         return self.path(sha256).is_file()
 
     def add(self, name: str, content: bytes | Path) -> File:
-        """Keep the content of a file of this name."""
+        """Keep the content of a file, and return its description."""
         if isinstance(content, Path):
             with content.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -128,12 +129,15 @@ class Objects:
         return self.describe(name, sha256)
 
     def describe(self, name: str, sha256: str, *, lfs: bool | None = None) -> File:
-        """The File of an object that is kept."""
+        """Return the File of an object in the folder."""
         path = self.path(sha256)
         size = path.stat().st_size
         lfs = is_large(name, size) if lfs is None else lfs
         return File(
-            sha256, size, git_hash(pointer(sha256, size) if lfs else path.read_bytes()), lfs
+            sha256,
+            size,
+            compute_git_hash(format_pointer(sha256, size) if lfs else path.read_bytes()),
+            lfs,
         )
 
 
@@ -141,12 +145,12 @@ def is_large(name: str, size: int, sample: bytes = b"") -> bool:
     return size > 0 and (name.endswith(LARGE) or size > LARGE_BYTES or b"\0" in sample)
 
 
-def pointer(sha256: str, size: int) -> bytes:
-    """The text that git keeps for a large file."""
+def format_pointer(sha256: str, size: int) -> bytes:
+    """Return the text that git keeps for a large file."""
     return (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
     )
 
 
-def git_hash(content: bytes) -> str:
+def compute_git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -11,10 +11,10 @@ from tests.loopback_hub.reading import (
     Answer,
     RefusedError,
     Request,
-    commit_of,
-    metadata,
-    repository_of,
-    user_of,
+    get_commit,
+    get_repository,
+    get_user,
+    parse_metadata,
 )
 from tests.loopback_hub.store import File, is_large
 
@@ -39,8 +39,8 @@ LICENSES = {
 
 
 def create_repository(hub: "Hub", request: Request) -> Answer:
-    user, asked = user_of(hub, request), request.json()
-    name = f"{asked.get('organization') or user}/{asked['name']}"
+    user, body = get_user(hub, request), request.json()
+    name = f"{body.get('organization') or user}/{body['name']}"
     if user is None:
         raise RefusedError(401, "Invalid username or password.")
     if user != OWNER:
@@ -55,21 +55,23 @@ def create_repository(hub: "Hub", request: Request) -> Answer:
     hub.create(
         name,
         {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"},
-        private=asked.get("visibility") == "private",
+        private=body.get("visibility") == "private",
     )
     return Answer({"url": url, "name": name, "id": name})
 
 
 def preupload(hub: "Hub", request: Request) -> Answer:
-    files = commit_of(repository_of(hub, request, writes=True), request.values["revision"]).files
+    files = get_commit(get_repository(hub, request, writes=True), request.values["revision"]).files
     answer = []
-    for asked in request.json()["files"]:
-        large = is_large(asked["path"], asked["size"], base64.b64decode(asked["sample"]))
-        known = files.get(asked["path"])
+    for requested in request.json()["files"]:
+        large = is_large(
+            requested["path"], requested["size"], base64.b64decode(requested["sample"])
+        )
+        known = files.get(requested["path"])
         oid = None if known is None or known.lfs != large else known.sha256 if large else known.git
         answer.append(
             {
-                "path": asked["path"],
+                "path": requested["path"],
                 "uploadMode": "lfs" if large else "regular",
                 "shouldIgnore": False,
                 "oid": oid,
@@ -79,23 +81,25 @@ def preupload(hub: "Hub", request: Request) -> Answer:
 
 
 def batch(hub: "Hub", request: Request) -> Answer:
-    """Where the objects that are not here yet are to be sent."""
-    repository_of(hub, request, writes=True)
+    """Answer with the addresses for objects that the Hub does not have yet."""
+    get_repository(hub, request, writes=True)
 
-    def sent(oid: str) -> dict[str, Any]:
+    def get_actions(oid: str) -> dict[str, Any]:
         upload = {"href": f"{hub.storage_address}/upload/{oid}", "header": {}}
         return {} if oid in hub.objects else {"actions": {"upload": upload}}
 
     return Answer(
         {
             "transfer": "basic",
-            "objects": [asked | sent(asked["oid"]) for asked in request.json()["objects"]],
+            "objects": [
+                requested | get_actions(requested["oid"]) for requested in request.json()["objects"]
+            ],
         }
     )
 
 
 def upload(hub: "Hub", request: Request) -> Answer:
-    """Kept only if its sha256 is the one that was announced."""
+    """Keep the body only if its sha256 is the one that was announced."""
     assert request.body
     with request.body.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != request.values["sha256"]:
@@ -107,10 +111,12 @@ def upload(hub: "Hub", request: Request) -> Answer:
 
 
 def xet_token(hub: "Hub", request: Request) -> Answer:
-    """Where Xet keeps its chunks. A real one is an address on the network; hf_xet takes a folder as
-    well."""
+    """Answer with the place where Xet keeps its chunks.
+
+    A real Hub gives an address on the network; hf_xet accepts a folder as well.
+    """
     writes = request.values["access"] == "write"
-    repository_of(hub, request, writes=writes, reads_files=not writes)
+    get_repository(hub, request, writes=writes, reads_files=not writes)
     assert hub.cas
     expires = int(time.time()) + 3600
     headers = {
@@ -124,8 +130,8 @@ def xet_token(hub: "Hub", request: Request) -> Answer:
 
 
 def commit(hub: "Hub", request: Request) -> Answer:
-    """All of it or nothing, on top of the parent that it names."""
-    repository = repository_of(hub, request, writes=True)
+    """Commit all changes or none of them, on top of the parent that the request names."""
+    repository = get_repository(hub, request, writes=True)
     branch = request.values["revision"]
     assert request.body
     try:
@@ -134,7 +140,7 @@ def commit(hub: "Hub", request: Request) -> Answer:
     except (ValueError, LookupError, StopIteration) as error:
         raise RefusedError(400, f"not the lines of a commit: {error}") from error
     with repository.lock:
-        head = commit_of(repository, branch)
+        head = get_commit(repository, branch)
         if branch not in repository.branches:
             raise RefusedError(400, f"{branch} is not a branch")
         if header.get("parentCommit") not in (None, head.id):
@@ -147,20 +153,25 @@ def commit(hub: "Hub", request: Request) -> Answer:
                     value["path"], base64.b64decode(value["content"])
                 )
             elif line["key"] == "lfsFile":
-                changed[value["path"]] = hub.uploaded(value["path"], value["oid"])
+                changed[value["path"]] = hub.find_upload(value["path"], value["oid"])
             elif line["key"] == "deletedFile":
                 if value["path"] not in head.files:
                     raise RefusedError(404, "A file with this name doesn't exist", "EntryNotFound")
                 changed[value["path"]] = None
-        made = repository.commit(changed, header["summary"], header.get("description", ""), branch)
+        new_commit = repository.commit(
+            changed, header["summary"], header.get("description", ""), branch
+        )
     return Answer(
-        {"commitOid": made.id, "commitUrl": f"{hub.address}/{repository.id}/commit/{made.id}"}
+        {
+            "commitOid": new_commit.id,
+            "commitUrl": f"{hub.address}/{repository.id}/commit/{new_commit.id}",
+        }
     )
 
 
 def validate_yaml(hub: "Hub", request: Request) -> Answer:
-    """What the Hub holds against a card's licence, as far as this one knows."""
-    allowed = metadata(request.json()["content"]).get("license", "other") in LICENSES
+    """Answer with an error for a card whose licence is not in LICENSES."""
+    allowed = parse_metadata(request.json()["content"]).get("license", "other") in LICENSES
     errors = (
         []
         if allowed
@@ -170,11 +181,11 @@ def validate_yaml(hub: "Hub", request: Request) -> Answer:
 
 
 def tag(hub: "Hub", request: Request) -> Answer:
-    repository, asked = repository_of(hub, request, writes=True), request.json()
-    target = commit_of(repository, request.values["revision"])
+    repository, body = get_repository(hub, request, writes=True), request.json()
+    target = get_commit(repository, request.values["revision"])
     with repository.lock:
-        if asked["tag"] in repository.git_tags:
+        if body["tag"] in repository.git_tags:
             raise RefusedError(409, "Tag reference exists already")
-        repository.git_tags[asked["tag"]] = target.id
-        repository.tag_messages[asked["tag"]] = asked.get("message", "")
+        repository.git_tags[body["tag"]] = target.id
+        repository.tag_messages[body["tag"]] = body.get("message", "")
     return Answer({})

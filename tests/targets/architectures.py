@@ -1,5 +1,6 @@
-"""A tiny random model of every kind that `AutoModelForCausalLM` knows; the tables of
-docs/targets.md, which say what each can be used for.
+"""Tiny random models of all types in `AutoModelForCausalLM`, and the tables of docs/targets.md.
+
+The tables say what each type can be used for.
 
 python -m tests.targets.architectures    # writes the tables
 """
@@ -34,7 +35,7 @@ KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 LARGEST = 12_000_000  # parameters
 
-# What configs call their sizes. Those that a config does not have are left out.
+# The names of sizes in configs, by their tiny size. Names that a config lacks are left out.
 NAMES = {
     64: (
         "hidden_size n_embd d_model dim attention_hidden_size lru_width embedding_size"
@@ -79,7 +80,7 @@ NEEDED = {
     "n_group",
     "topk_group",
 }
-NEEDED |= set(NAMES[3.0].split())  # given also where the default is None
+NEEDED |= set(NAMES[3.0].split())  # set even where the default is None
 HYBRID, MIXED = ["linear_attention", "hybrid"] * 2, ["linear_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 INKLING = {
@@ -95,7 +96,7 @@ ZAMBA = {
     "attention_head_dim": 32,
 }
 
-# What single kinds need besides, and scales where the default is 1.
+# Additional settings of single kinds, and scales where the default is 1.
 SPECIAL: dict[str, dict[str, Any]] = {
     **{
         kind: {"logits_scaling": 4.0}
@@ -145,17 +146,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def _sizes(config: Any) -> dict[str, Any]:
-    """Tiny sizes in place of those of a config with its default values."""
-    has = config.to_dict()
+def _choose_tiny_sizes(config: Any) -> dict[str, Any]:
+    """Return tiny sizes that replace those of a config with its default values."""
+    config_values = config.to_dict()
     sizes = {
         name: size
         for name, size in SIZES.items()
-        if has.get(name) is not None or (name in has and name in NEEDED)
+        if config_values.get(name) is not None or (name in config_values and name in NEEDED)
     }
-    published = has.get("layer_types") or []
+    published = config_values.get("layer_types") or []
     kinds = list(dict.fromkeys(published))
-    # a pattern that is longer than the tiny model
+    # the pattern of layer types is longer than the tiny model
     if set(published[: sizes.get("num_hidden_layers")]) != set(kinds):
         sizes["layer_types"] = (kinds * sizes["num_hidden_layers"])[: sizes["num_hidden_layers"]]
     return (
@@ -164,7 +165,7 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def tiny_config(kind: str) -> Any:
-    """The config of `tiny_model`. Raises what transformers raises where there is none."""
+    """Return the config of `tiny_model`, or raise the error of transformers if there is none."""
     config_class = CONFIG_MAPPING[kind]
     default = config_class()
     parts = {
@@ -172,12 +173,15 @@ def tiny_config(kind: str) -> Any:
         for name in config_class.sub_configs or {}
         if (part := getattr(default, name, None)) is not None
     }
-    inner = {name: {**_sizes(part), "model_type": part.model_type} for name, part in parts.items()}
-    return config_class(**{**_sizes(default), **inner, **SPECIAL.get(kind, {})})
+    inner = {
+        name: {**_choose_tiny_sizes(part), "model_type": part.model_type}
+        for name, part in parts.items()
+    }
+    return config_class(**{**_choose_tiny_sizes(default), **inner, **SPECIAL.get(kind, {})})
 
 
 def tiny_model(kind: str) -> Any:
-    """A random model. Raises what transformers raises where there is no such model."""
+    """Return a random model, or raise the error of transformers if there is no such model."""
     config = tiny_config(kind)
     with torch.device("meta"):
         num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
@@ -187,13 +191,13 @@ def tiny_model(kind: str) -> Any:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-# Heads that draft chains, the one first that reads most of the target.
+# Heads that draft chains. The one that reads most of the target comes first.
 HEADS: dict[str, Any] = {
     "eagle3": build_eagle3,
     "eagle": build_eagle,
     "mtp": lambda target: build_mtp(target, init="scratch"),
 }
-# Training data, as far as making a draft looks at any.
+# Training data, for methods that read it to create a draft.
 ROWS = packed_rows([range(3, 35)])
 TRAINED = tuple(name for name, method in METHODS.items() if method.is_trained)
 KIND = "model types"
@@ -203,8 +207,12 @@ PACKED = {None: "–", run_by_lengths: "no mask"}  # other ways: yes
 
 @dataclass(frozen=True)
 class KindRow:
-    """What the page says of a kind. part: SERVED, REFUSED or UNTRIED. cells: the kind, and what its
-    part says of it."""
+    """A row of the page, for one kind.
+
+    Attributes:
+        part: SERVED, REFUSED or UNTRIED, the section of the page.
+        cells: The kind, then the other columns of that section.
+    """
 
     part: str
     cells: tuple[str, ...]
@@ -212,7 +220,7 @@ class KindRow:
 
 @cache
 def recipe_of(method: str) -> Any:
-    """The recipe with the method's default values that makes a fresh draft for a target."""
+    """Return the recipe with the method's default values, which creates a fresh draft."""
     fresh = ["draft.init=scratch"] if method == "mtp" else []
     return load_recipe(
         Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", *fresh]
@@ -220,43 +228,46 @@ def recipe_of(method: str) -> Any:
 
 
 def accepted(target: FrozenTarget) -> list[str]:
-    """The methods that train a draft which is made from this target: its draft is created, and what
-    it learns is built."""
-    return [method for method in TRAINED if _works(lambda method=method: _create(method, target))]
+    """Return the methods that can create a draft and its objective from this target."""
+    return [
+        method
+        for method in TRAINED
+        if _is_supported(lambda method=method: _create_draft(method, target))
+    ]
 
 
-def _create(method: str, target: FrozenTarget) -> None:
+def _create_draft(method: str, target: FrozenTarget) -> None:
     loaded = METHODS[method].load()
     draft = loaded.create(recipe_of(method), target, ROWS)
     loaded.build_objective(draft, recipe_of(method), target)
 
 
-def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
-    """A kind's row, and its target unless it is refused."""
+def make_row(kind: str) -> tuple[KindRow, FrozenTarget | None]:
+    """Return a kind's row, and its target unless it is refused."""
     try:
         model = tiny_model(kind)
     except Exception as error:
-        # of transformers' own, for sizes that do not go together: nothing can be said of the kind
+        # transformers refuses sizes that do not go together: the kind cannot be tried
         return KindRow(UNTRIED, (kind, type(error).__name__)), None
     try:
         target = FrozenTarget(model, tiny_tokenizer(), name=kind)
         compute_logits_in_float64(target, [3, 4, 5], 3)
     except UserError as error:
-        return KindRow(REFUSED, (kind, _reason(error))), None
+        return KindRow(REFUSED, (kind, _extract_reason(error))), None
     head = target.logits
     cells = (
         "recurrent" if target.is_recurrent else "attention",
         " ".join(("scaled",) * (head.scale != 1) + ("capped",) * (head.cap is not None)) or "–",
         described(accepted(target)),
-        "yes" if _works(lambda: check_reads_trees(target)) else "–",
-        "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
+        "yes" if _is_supported(lambda: check_reads_trees(target)) else "–",
+        "yes" if _is_supported(lambda: check_batchable(target.model, kind)) else "–",
         PACKED.get(choose_packing(target.model), "yes"),
     )
     return KindRow(SERVED, (kind, *cells)), target
 
 
 def described(methods: Sequence[str]) -> str:
-    """The cell of the page for these methods."""
+    """Return the cell of the page for these methods."""
     return "all" if len(methods) == len(TRAINED) else ", ".join(methods) or "–"
 
 
@@ -271,20 +282,20 @@ def read_page() -> list[KindRow]:
     cells = (
         (part, line.removeprefix("| ").removesuffix(" |").split(" | ")) for part, line in lines
     )
-    alike = [
+    grouped_rows = [
         (part, kinds.split(", "), rest)
         for part, (kinds, *rest) in cells
         if kinds not in (KIND, "---")
     ]
     return [
         KindRow(part, (kind, *rest))
-        for part, kinds, rest in alike
+        for part, kinds, rest in grouped_rows
         if part in (SERVED, REFUSED, UNTRIED)
         for kind in kinds
     ]
 
 
-def _works(attempt: Any) -> bool:
+def _is_supported(attempt: Any) -> bool:
     try:
         attempt()
     except UserError:
@@ -292,14 +303,14 @@ def _works(attempt: Any) -> bool:
     return True
 
 
-def _reason(error: UserError) -> str:
-    """What a refusal says of the class."""
+def _extract_reason(error: UserError) -> str:
+    """Return the reason in the message of a refusal."""
     got = str(error).partition(": got ")[2].rpartition(", expected")[0]
     return got.partition(": ")[2] or got
 
 
-def tables(rows: list[KindRow]) -> str:
-    """What docs/targets.md says of each kind."""
+def format_tables(rows: list[KindRow]) -> str:
+    """Return the tables of docs/targets.md."""
     served, refused, untried = (
         [row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED)
     )
@@ -322,13 +333,13 @@ N-gram and suffix lookup work for all of them. So does a trained smaller model a
 
 | {KIND} | layers | logits | drafts made from the target | trees | batches | packing |
 | --- | --- | --- | --- | --- | --- | --- |
-{_lines(served)}
+{_format_lines(served)}
 
 ## {REFUSED}: {len(refused)}
 
 | {KIND} | reason |
 | --- | --- |
-{_lines(refused)}
+{_format_lines(refused)}
 
 ## {UNTRIED}: {len(untried)}
 
@@ -336,19 +347,19 @@ The test could not make a tiny model of these types. They are tried when they ar
 
 | {KIND} | error of the config |
 | --- | --- |
-{_lines(untried)}"""  # noqa: E501
+{_format_lines(untried)}"""  # noqa: E501
 
 
-def _lines(rows: list[KindRow]) -> str:
-    """A line for all kinds of which the same is said, the most first."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+def _format_lines(rows: list[KindRow]) -> str:
+    """Return a line for all kinds with the same cells; the line with most kinds comes first."""
+    kinds_by_cells: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        alike.setdefault(row.cells[1:], []).append(row.cells[0])
-    ordered = sorted(alike.items(), key=lambda entry: -len(entry[1]))
+        kinds_by_cells.setdefault(row.cells[1:], []).append(row.cells[0])
+    ordered = sorted(kinds_by_cells.items(), key=lambda entry: -len(entry[1]))
     return "\n".join(
         f"| {' | '.join((', '.join(sorted(kinds)), *cells))} |" for cells, kinds in ordered
     )
 
 
 if __name__ == "__main__":
-    write_between(PAGE, "kinds", tables([row_of(kind)[0] for kind in KINDS]))
+    write_between(PAGE, "kinds", format_tables([make_row(kind)[0] for kind in KINDS]))

@@ -1,4 +1,6 @@
-"""What every process of a launch sees of one target, shared and whole; run by test_sharding.py.
+"""Record what each process of a launch computes with a shared and with a whole target.
+
+Run by test_sharding.py:
 
 # with targets in FOLDER/model, and in FOLDER/large to measure memory
 accelerate launch --config_file … in_two_processes.py FOLDER
@@ -28,9 +30,11 @@ from specdistill.training.arguments import build_training_arguments
 from specdistill.workflows.make_data import open_rows
 
 
-def outputs(target: FrozenTarget, rank: int) -> list[Tensor]:
-    """Features and logits of a batch of this process's own, of its own length, two packed documents
-    a row."""
+def compute_outputs(target: FrozenTarget, rank: int) -> list[Tensor]:
+    """Return the features and logits of a batch whose tokens and length depend on the rank.
+
+    Each row packs two documents.
+    """
     ids = torch.randint(0, 260, (2, 12 + rank), generator=torch.Generator().manual_seed(rank))
     with torch.no_grad():
         features = target.features(
@@ -41,16 +45,20 @@ def outputs(target: FrozenTarget, rank: int) -> list[Tensor]:
         return [*features.aux, features.last_hidden, target.logits(features.last_hidden)]
 
 
-def difference(some: Any, others: Any) -> float:
-    """The largest, as a share of the largest number of its tensor."""
-    pairs = [(one.float(), other.float()) for one, other in zip(some, others, strict=True)]
+def relative_difference(tensors: Any, references: Any) -> float:
+    """Return the largest difference, relative to the largest number of its tensor."""
+    pairs = [
+        (tensor.float(), reference.float())
+        for tensor, reference in zip(tensors, references, strict=True)
+    ]
     return max(
-        float((one - other).abs().max() / other.abs().max().clamp_min(1e-9)) for one, other in pairs
+        float((tensor - reference).abs().max() / reference.abs().max().clamp_min(1e-9))
+        for tensor, reference in pairs
     )
 
 
-def held(target: FrozenTarget) -> float:
-    """The share of a target's parameters that this process holds."""
+def measure_held_share(target: FrozenTarget) -> float:
+    """Return the share of a target's parameters that this process holds."""
     local = [
         getattr(parameter, "_local_tensor", parameter) for parameter in target.model.parameters()
     ]
@@ -64,7 +72,7 @@ def peak_process_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def refusal(attempt: Any) -> str:
+def catch_refusal(attempt: Any) -> str:
     try:
         attempt()
     except (UserError, ResourceError) as error:
@@ -78,22 +86,22 @@ if __name__ == "__main__":
     arguments = build_training_arguments({"output_dir": str(folder / "run"), "report_to": "none"})
     rank = arguments.process_index
     whole = FrozenTarget.load(tiny)
-    expected = outputs(whole, rank)
+    expected = compute_outputs(whole, rank)
     seen: dict[str, Any] = {
         "processes": count_processes(),
         "embedding": list(whole.tensor("embed_tokens.weight").shape),
     }
     target = FrozenTarget.load(tiny, shard="layers")
-    heads = [build_eagle3(each).state_dict().values() for each in (target, whole)]
+    heads = [build_eagle3(loaded_target).state_dict().values() for loaded_target in (target, whole)]
     seen["layers"] = {
-        "difference": difference(outputs(target, rank), expected),
+        "difference": relative_difference(compute_outputs(target, rank), expected),
         "is_same": target.identity.is_same(whole.identity),
         "num_parameters": target.num_parameters,
-        "head": difference(*heads),
-        "draft": difference(
+        "head": relative_difference(*heads),
+        "draft": relative_difference(
             *(
-                create_draft_model(each, num_layers=2).state_dict().values()
-                for each in (target, whole)
+                create_draft_model(loaded_target, num_layers=2).state_dict().values()
+                for loaded_target in (target, whole)
             )
         ),
         "class": type(target.model).__name__,
@@ -105,15 +113,15 @@ if __name__ == "__main__":
         regenerate=LocalRegeneration(num_tokens=64),
     )
     data = partial(open_rows, Job(config, RowTarget.from_target(target)))
-    seen["device_map"] = refusal(lambda: FrozenTarget.load(tiny, device_map="auto"))
+    seen["device_map"] = catch_refusal(lambda: FrozenTarget.load(tiny, device_map="auto"))
     if large.exists():
-        # what is imported on the way is no part of the target
+        # load once before measuring, so that imports do not count as memory of the target
         target = FrozenTarget.load(tiny, shard="layers")
         gc.collect()
         bytes_before = psutil.Process().memory_info().rss
         target = FrozenTarget.load(str(large), shard="layers")
         seen["peak_bytes"] = peak_process_bytes() - bytes_before
-        seen["held_share"] = held(target)
-    # last: the first process ends by it, for which the other waits
-    seen["regenerate"] = refusal(data)
+        seen["held_share"] = measure_held_share(target)
+    # last: the refusal ends the first process, and the other one waits for that process
+    seen["regenerate"] = catch_refusal(data)
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

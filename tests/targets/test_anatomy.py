@@ -1,5 +1,7 @@
-"""What a class does to its head's output, found by trying it. tests/targets/test_architectures.py
-tries every class."""
+"""The scale and cap that a class applies to its head's output are found by trying the model.
+
+tests/targets/test_architectures.py tries every class.
+"""
 
 from typing import Any
 
@@ -49,7 +51,7 @@ def test_scale_and_cap_are_found_in_every_dtype(
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])
 @torch.no_grad()
-def test_all_that_use_a_head_use_the_models_own(kind: str) -> None:
+def test_training_and_drafting_use_the_models_own_head(kind: str) -> None:
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     expected = target.model(IDS).logits[0]
     assert not torch.allclose(
@@ -73,11 +75,11 @@ def test_all_that_use_a_head_use_the_models_own(kind: str) -> None:
     assert torch.allclose(draft.head(draft.layers(IDS, [IDS.shape[1]]))[0], expected, atol=1e-5)
     distillation = Distillation(tiny_model(kind), forward_kl)
     loss, _ = distillation(**ROWS, **distillation.read_target(target, ROWS))
-    assert abs(float(loss)) < 1e-4  # a draft that is the target
+    assert abs(float(loss)) < 1e-4  # because the draft is the target
 
 
 class Upcasting(LlamaForCausalLM):  # type: ignore[misc]
-    """It scales its logits in float32, whatever the head computes in."""
+    """A model that scales its logits in float32, whatever the dtype of its head."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -93,7 +95,7 @@ def test_logits_are_finished_in_the_dtype_of_the_class() -> None:
 
 
 class Biased(LlamaForCausalLM):  # type: ignore[misc]
-    """Logits of a formula of its own."""
+    """A model that computes its logits by a formula of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -102,7 +104,7 @@ class Biased(LlamaForCausalLM):  # type: ignore[misc]
 
 
 class Forgetful(LlamaForCausalLM):  # type: ignore[misc]
-    """It reads every token as if it were the first."""
+    """A model that reads every token as if it were the first."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

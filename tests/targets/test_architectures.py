@@ -1,5 +1,4 @@
-"""Every kind of causal language model in transformers, judged by the library's own forward and
-`generate()`."""
+"""Every type of causal model in transformers, compared with its own forward and `generate()`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +22,18 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.targets.anatomy import reads_alike
 from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import ngram_proposer
-from tests.targets.architectures import HEADS, KINDS, PAGE, TRAINED, read_page, row_of, tables
+from tests.targets.architectures import (
+    HEADS,
+    KINDS,
+    PAGE,
+    TRAINED,
+    format_tables,
+    make_row,
+    read_page,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of some of two hundred classes
-# Of each kind of layer and of head one; the others are long, as there are two hundred of them.
+# One of each kind of layer and of head. The others are marked long: there are two hundred.
 QUICK = (
     "llama", "gemma2", "granite", "cohere", "mistral", "mixtral", "deepseek_v3", "gpt_oss",
     "qwen3_next", "gpt2", "bloom", "bert",
@@ -42,13 +49,13 @@ LIBRARY = LogitsProcessorList(
     "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in QUICK)) for kind in KINDS]
 )
 def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
-    """One test of a kind does it all: building the model is what takes the time."""
-    row, target = row_of(kind)
+    """One test makes all checks of a kind, because building the model takes most of the time."""
+    row, target = make_row(kind)
     assert row in read_page()
     if target is None:
         return
     *_, logits, drafts, _, batches, packed = row.cells
-    spread(target)
+    spread_logits(target)
     proposers: list[Proposer] = [ngram_proposer()]
     for name, build in HEADS.items():
         if name in (TRAINED if drafts == "all" else drafts.split(", ")):
@@ -66,9 +73,11 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
 
 
 @torch.no_grad()
-def spread(target: FrozenTarget) -> None:
-    """Logits several units apart, as trained models have them, so that a factor or a cap changes
-    the distribution."""
+def spread_logits(target: FrozenTarget) -> None:
+    """Scale the head until logits are several units apart, as in trained models.
+
+    A factor or a cap then changes the distribution.
+    """
     raw = target.lm_head(target.features(PROMPT, ()).last_hidden)
     target.lm_head.weight.mul_(4 / float(raw.std() * target.logits.scale))
 
@@ -89,8 +98,10 @@ def check_features(target: FrozenTarget) -> None:
 
 @torch.no_grad()
 def check_packing(target: FrozenTarget) -> None:
-    """Documents longer than these models' windows and chunks: each has the features that it has
-    alone."""
+    """Check that each packed document has the features that it has alone.
+
+    The documents are longer than the windows and chunks of these models.
+    """
     ids, positions = torch.arange(3, 43)[None], torch.arange(40)[None] % 22
     together = target.features(ids, (), position_ids_BT=positions).last_hidden[0]
     for part in (slice(22), slice(22, 40)):
@@ -111,8 +122,7 @@ def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:
 
 
 def check_ties(target: FrozenTarget) -> None:
-    """Float64, by which near-ties are broken, gives float32's logits, and leaves the weights as
-    they were."""
+    """Check that float64, which breaks near-ties, agrees with float32 and changes no weights."""
     expected = target.model(PROMPT).logits
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     assert torch.allclose(
@@ -126,17 +136,16 @@ def check_ties(target: FrozenTarget) -> None:
 
 
 def library_probabilities(target: FrozenTarget, ids_BT: Tensor) -> Tensor:
-    """[B, V] after the last token, by the model's own forward and transformers' own logits
-    processors."""
+    """Return the next token's probabilities by transformers' own logits processors, [B, V]."""
     return LIBRARY(ids_BT, target.model(ids_BT).logits[:, -1].float()).softmax(-1)
 
 
 def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
-    """Every distribution that the rule above temperature 0 is given."""
-    given: list[tuple[list[int], Tensor]] = []
+    """Check every distribution that is passed to the rule for sampling."""
+    rule_inputs: list[tuple[list[int], Tensor]] = []
 
     def rule(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
-        given.append((proposal.tokens, probs_NV))
+        rule_inputs.append((proposal.tokens, probs_NV))
         return verify_sampled(proposal, probs_NV, generator)
 
     result = Decoder(target, proposer, rule=rule).generate(
@@ -147,20 +156,22 @@ def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
         generator=torch.Generator().manual_seed(0),
     )
     ids, length = [*PROMPT[0].tolist(), *result.token_ids], PROMPT.shape[1]
-    for (drafted, probs_NV), num_emitted in zip(
-        given, [1, *(len(one.emitted) for one in result.rounds)], strict=True
+    for (draft_tokens, probs_NV), num_emitted in zip(
+        rule_inputs, [1, *(len(round.emitted) for round in result.rounds)], strict=True
     ):
         for position, probs_V in enumerate(probs_NV):
             expected_V = library_probabilities(
-                target, torch.tensor([[*ids[:length], *drafted[:position]]])
+                target, torch.tensor([[*ids[:length], *draft_tokens[:position]]])
             )[0]
             assert (probs_V - expected_V).abs().sum() / 2 < 1e-4
         length += num_emitted
 
 
 def check_samples(target: FrozenTarget, proposer: Proposer) -> None:
-    """A batch draws what each of its rows draws alone, from the distributions that
-    `check_distributions` compares."""
+    """Check that a batch draws what each of its rows draws alone.
+
+    `check_distributions` compares the distributions.
+    """
     prompt, seeds = PROMPT[0].tolist(), range(16)
     options: dict[str, Any] = {
         "max_new_tokens": 4,
@@ -178,7 +189,9 @@ def check_samples(target: FrozenTarget, proposer: Proposer) -> None:
         assert result.token_ids == alone.token_ids
 
 
-def test_the_page_is_what_its_rows_make() -> None:
+def test_the_page_has_the_tables_of_its_rows() -> None:
     rows = read_page()
     assert sorted(row.cells[0] for row in rows) == sorted(KINDS)
-    assert f"<!-- kinds -->\n{tables(rows)}\n<!-- /kinds -->\n" in PAGE.read_text(encoding="utf-8")
+    assert f"<!-- kinds -->\n{format_tables(rows)}\n<!-- /kinds -->\n" in PAGE.read_text(
+        encoding="utf-8"
+    )

@@ -1,4 +1,4 @@
-"""Batched generation against transformers' `generate`, and the distribution of its sampling."""
+"""Batched generation compared with `generate()` of transformers, and the samples' distribution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16], [17, 18, 19, 20], [2
 UNEQUAL = [[5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15], [16, 17]]
 
 
-def greedy(
+def generate_greedily(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -47,7 +47,7 @@ def greedy(
         )
 
 
-def reference(
+def generate_reference(
     model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()
 ) -> list[int]:
     options: dict[str, Any] = {"eos_token_id": list(ends) or None, "pad_token_id": 0}
@@ -61,16 +61,16 @@ def reference(
 @pytest.mark.parametrize("prompts", [PROMPTS, UNEQUAL], ids=["equal", "left-padded"])
 def test_greedy_rows_equal_generate_token_for_token(prompts: Sequence[Sequence[int]]) -> None:
     model, count = tiny_target_model(num_layers=2), BLOCK + 5  # the cache grows twice
-    expected = [reference(model, prompt, count) for prompt in prompts]
-    assert greedy(model, prompts, count) == expected
-    assert greedy(model, prompts, count, num_parts=3) == expected
+    expected = [generate_reference(model, prompt, count) for prompt in prompts]
+    assert generate_greedily(model, prompts, count) == expected
+    assert generate_greedily(model, prompts, count, num_parts=3) == expected
 
 
 def test_parts_share_the_threads_and_give_them_back() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        greedy(tiny_target_model(num_layers=1), PROMPTS, 4, num_parts=2)
+        generate_greedily(tiny_target_model(num_layers=1), PROMPTS, 4, num_parts=2)
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(threads)
@@ -78,10 +78,10 @@ def test_parts_share_the_threads_and_give_them_back() -> None:
 
 def test_rows_stop_at_their_end_tokens_and_the_others_continue() -> None:
     model, count = tiny_target_model(num_layers=2), 48
-    free = greedy(model, PROMPTS, count)
-    ends = [free[0][3], free[1][17], free[3][30]]
-    generated = greedy(model, PROMPTS, count, ends)
-    assert generated == [reference(model, prompt, count, ends) for prompt in PROMPTS]
+    unstopped_rows = generate_greedily(model, PROMPTS, count)
+    ends = [unstopped_rows[0][3], unstopped_rows[1][17], unstopped_rows[3][30]]
+    generated = generate_greedily(model, PROMPTS, count, ends)
+    assert generated == [generate_reference(model, prompt, count, ends) for prompt in PROMPTS]
     assert len({len(row) for row in generated}) > 2 and all(
         not set(ends) & set(row[:-1]) for row in generated
     )
@@ -89,14 +89,16 @@ def test_rows_stop_at_their_end_tokens_and_the_others_continue() -> None:
 
 def test_recurrent_layers_keep_the_state_of_each_row() -> None:
     model = tiny_model("qwen3_next")
-    free = greedy(model, UNEQUAL, 40)
-    ends = [row[5] for row in free[:3]]  # most rows end early: others would leave the batch
-    assert greedy(model, UNEQUAL, 40, ends) == [
-        reference(model, prompt, 40, ends) for prompt in UNEQUAL
+    unstopped_rows = generate_greedily(model, UNEQUAL, 40)
+    ends = [
+        row[5] for row in unstopped_rows[:3]
+    ]  # most rows end early: others would leave the batch
+    assert generate_greedily(model, UNEQUAL, 40, ends) == [
+        generate_reference(model, prompt, 40, ends) for prompt in UNEQUAL
     ]
 
 
-def test_models_with_windows_and_layers_of_two_kinds() -> None:
+def test_models_with_windows_and_mixed_layers_equal_generate() -> None:
     sizes = {
         "vocab_size": 90,
         "hidden_size": 32,
@@ -121,8 +123,8 @@ def test_models_with_windows_and_layers_of_two_kinds() -> None:
         ),
     ):
         prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [7, 8, 9]]
-        assert greedy(model.eval(), prompts, 40) == [
-            reference(model, prompt, 40) for prompt in prompts
+        assert generate_greedily(model.eval(), prompts, 40) == [
+            generate_reference(model, prompt, 40) for prompt in prompts
         ]
 
 
@@ -134,9 +136,11 @@ def test_sampling_follows_the_softmax_and_the_seed() -> None:
     counts = torch.bincount(draws[1:], minlength=6)
     expected = (logits / 0.7).softmax(-1) * 20_000
     assert counts[4] == 0
-    kept = [0, 1, 2, 3, 5]
+    possible_ids = [0, 1, 2, 3, 5]
     assert (
-        chisquare(counts[kept].numpy(), expected[kept].double().numpy(), sum_check=False).pvalue
+        chisquare(
+            counts[possible_ids].numpy(), expected[possible_ids].double().numpy(), sum_check=False
+        ).pvalue
         > 0.01
     )
     assert draws.equal(
@@ -162,12 +166,12 @@ def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
             for seed in (1, 1, 2)
         )
     assert first == again != other
-    assert first[0] == first[3] == first[4] == reference(model, prompts[0], 20)
+    assert first[0] == first[3] == first[4] == generate_reference(model, prompts[0], 20)
     sampled = [tuple(first[row]) for row in (1, 2, 5)]
     assert len({*sampled, tuple(first[0])}) == 4
 
 
-def test_the_target_is_left_as_it_was() -> None:
+def test_generation_leaves_the_target_as_it_was() -> None:
     model = tiny_target_model(num_layers=2).train()
     with prepare_generation(model, torch.bfloat16) as fast:
         assert fast is not model and fast.dtype == torch.bfloat16

@@ -1,5 +1,7 @@
-"""The KV cache of decoding: appends that copy nothing, and states put back, judged by transformers'
-own cache and one pass."""
+"""The KV cache of decoding, compared with the cache of transformers and with a single pass.
+
+Appends copy nothing, and earlier states are restored.
+"""
 
 from typing import Any
 
@@ -35,19 +37,19 @@ RECURRENT = (
 
 
 @torch.no_grad()
-def read(model: Any, cache: Any, token_ids: list[int]) -> Tensor:
+def run_backbone(model: Any, cache: Any, token_ids: list[int]) -> Tensor:
     hidden: Tensor = find_backbone(model)(
         input_ids=torch.tensor([token_ids]), past_key_values=cache, use_cache=True
     ).last_hidden_state[0]
     return hidden
 
 
-def some_tokens(count: int) -> list[int]:
+def draw_tokens(count: int) -> list[int]:
     return torch.randint(3, 150, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """Those in a structure."""
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested structure."""
     if isinstance(value, Tensor):
         return [value]
     inner = (
@@ -57,12 +59,11 @@ def tensors(value: Any) -> list[Tensor]:
         if isinstance(value, list | tuple)
         else ()
     )
-    return [tensor for part in inner for tensor in tensors(part)]
+    return [tensor for part in inner for tensor in list_tensors(part)]
 
 
 def test_keys_and_values_are_those_of_transformers_own_layer() -> None:
-    """Through growth, crops, a row that leaves, and a reset; keys and values of different
-    widths."""
+    """The caches grow, are cropped and lose a row; keys and values have different widths."""
     ours, theirs = BufferedLayer(), DynamicLayer()
     generator = torch.Generator().manual_seed(0)
     for step in range(400):
@@ -82,48 +83,50 @@ def test_keys_and_values_are_those_of_transformers_own_layer() -> None:
         )
 
 
-def test_appending_moves_what_is_held_a_few_times_only() -> None:
-    layer, places = BufferedLayer(), set()
+def test_appending_moves_the_buffer_only_a_few_times() -> None:
+    layer, addresses = BufferedLayer(), set()
     for _ in range(4000):
-        places.add(layer.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4))[0].data_ptr())
-    assert len(places) <= 12
+        addresses.add(layer.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4))[0].data_ptr())
+    assert len(addresses) <= 12
 
 
 @pytest.mark.parametrize("build", [tiny_target_model, qwen])
-def test_attention_keeps_nothing_for_going_back(build: Any) -> None:
-    model, ids = build(), some_tokens(30)
+def test_attention_layers_roll_back_without_copies(build: Any) -> None:
+    model, ids = build(), draw_tokens(30)
     cache = create_empty_cache(model.config)
-    read(model, cache, ids[:20])
+    run_backbone(model, cache, ids[:20])
     before = copy_state(cache)
-    assert not tensors(before)
-    read(model, cache, some_tokens(5))
+    assert not list_tensors(before)
+    run_backbone(model, cache, draw_tokens(5))
     roll_back(cache, 5, before)
-    expected = read(model, DynamicCache(config=model.config), ids)[20:]
-    assert torch.allclose(read(model, cache, ids[20:]), expected, atol=1e-4)
+    expected = run_backbone(model, DynamicCache(config=model.config), ids)[20:]
+    assert torch.allclose(run_backbone(model, cache, ids[20:]), expected, atol=1e-4)
 
 
 @pytest.mark.long  # ten classes
-@pytest.mark.filterwarnings("ignore")  # of classes whose faster kernels are not installed
+@pytest.mark.filterwarnings("ignore")  # warnings of classes whose faster kernels are not installed
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
+def test_recurrent_layers_roll_back_by_copies_that_do_not_grow(kind: str) -> None:
     model, sizes = tiny_model(kind), []
     for length in (20, 80):
-        ids = some_tokens(length + 6)
+        ids = draw_tokens(length + 6)
         cache = create_empty_cache(model.config.get_text_config(decoder=True))
-        read(model, cache, ids[:length])
+        run_backbone(model, cache, ids[:length])
         before = copy_state(cache)
-        sizes.append(sum(tensor.nbytes for tensor in tensors(before)))
-        held = {
+        sizes.append(sum(tensor.nbytes for tensor in list_tensors(before)))
+        cached_pointers = {
             layer.keys.data_ptr()
             for layer in cache.layers
             if type(layer) in CROPPABLE_LAYERS and layer.keys is not None
         }
-        assert not held & {tensor.data_ptr() for tensor in tensors(before)}
-        read(model, cache, some_tokens(5))
+        assert not cached_pointers & {tensor.data_ptr() for tensor in list_tensors(before)}
+        run_backbone(model, cache, draw_tokens(5))
         roll_back(cache, 5, before)
         plain = DynamicCache(config=model.config.get_text_config(decoder=True))
-        read(model, plain, ids[:length])
+        run_backbone(model, plain, ids[:length])
         assert torch.allclose(
-            read(model, cache, ids[length:]), read(model, plain, ids[length:]), atol=1e-4
+            run_backbone(model, cache, ids[length:]),
+            run_backbone(model, plain, ids[length:]),
+            atol=1e-4,
         )
     assert 0 < sizes[0] == sizes[1]

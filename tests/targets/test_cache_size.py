@@ -1,5 +1,4 @@
-"""Sizes of KV caches, against caches that small models have filled, and against what is published
-of large ones."""
+"""Sizes of KV caches, compared with filled caches and with published sizes of large models."""
 
 import json
 from pathlib import Path
@@ -24,20 +23,20 @@ from tests.targets.architectures import tiny_model
 KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3")
 
 
-def filled(cache: DynamicCache) -> int:
-    """Bytes of all that a cache holds, but for single numbers that steer it."""
-    held = [
+def count_cached_bytes(cache: DynamicCache) -> int:
+    """Return the bytes of the tensors in a cache, without single numbers that control it."""
+    entries = [
         part
         for layer in cache.layers
         for value in vars(layer).values()
         for part in (value.values() if isinstance(value, dict) else [value])
     ]
-    return sum(part.nbytes for part in held if isinstance(part, torch.Tensor) and part.ndim)
+    return sum(part.nbytes for part in entries if isinstance(part, torch.Tensor) and part.ndim)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch_size", "context"), [(1, 5), (3, 21)])
-def test_a_size_is_that_of_the_library_s_own_cache_byte_for_byte(
+def test_a_size_is_that_of_the_librarys_own_cache_to_the_byte(
     kind: str, batch_size: int, context: int
 ):
     model = tiny_model(kind)
@@ -48,7 +47,7 @@ def test_a_size_is_that_of_the_library_s_own_cache_byte_for_byte(
             past_key_values=cache,
             use_cache=True,
         )
-    assert size is not None and size.num_bytes(context, batch_size, 4) == filled(cache)
+    assert size is not None and size.num_bytes(context, batch_size, 4) == count_cached_bytes(cache)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,9 @@ def test_a_size_is_that_of_the_library_s_own_cache_byte_for_byte(
         pytest.param(QWEN35_9B, 32 * 1024, marks=pytest.mark.long),
     ],
 )
-def test_bytes_per_token_of_public_targets(tmp_path: Path, repository: Repository, per_token: int):
+def test_public_targets_have_their_published_bytes_per_token(
+    tmp_path: Path, repository: Repository, per_token: int
+):
     (tmp_path / "config.json").write_text(json.dumps(repository.config), encoding="utf-8")
     size = cache_size(read_model_config(str(tmp_path), key="target.model").model)
     assert size is not None and size.count_bytes_per_token(2) == per_token

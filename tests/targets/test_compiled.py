@@ -1,5 +1,7 @@
-"""Layers compiled one by one, of the classes of the targets whose recipes ask for it: one graph for
-each kind, and the same features."""
+"""Layers compiled one by one give the same features, with one graph for each kind of layer.
+
+The model classes are those of the targets whose recipes set `torch_compile`.
+"""
 
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ COMPILED = sorted(
 
 @pytest.mark.long  # a model of each class
 @pytest.mark.parametrize("name", COMPILED)
-def test_packed_rows_give_the_same_features(name: str) -> None:
+def test_compiled_layers_give_the_same_features_for_packed_rows(name: str) -> None:
     target = build_tiny_target(AutoConfig.from_pretrained(ROOT / "recipes" / name), name)
     assert target is not None
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -45,7 +47,7 @@ def test_packed_rows_give_the_same_features(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"], dict(
         counters["graph_break"]
     )
-    for one, two in zip(
+    for plain_tensor, compiled_tensor in zip(
         (*plain.aux, plain.last_hidden), (*compiled.aux, compiled.last_hidden), strict=True
     ):
-        assert torch.allclose(one, two, atol=1e-5)
+        assert torch.allclose(plain_tensor, compiled_tensor, atol=1e-5)

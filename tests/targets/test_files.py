@@ -1,5 +1,7 @@
-"""A target told by its files: in a folder, in shards, in the Hub's cache, and on a Hub from which
-no weights are fetched."""
+"""A target is identified by its files: in a folder, in shards, in the Hub's cache or on the Hub.
+
+No weights are fetched from the Hub for it.
+"""
 
 import hashlib
 import os
@@ -22,16 +24,16 @@ COMMIT = "c" * 40
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("target"), num_layers=2)
 
 
-def identity(folder: Path) -> TargetIdentity:
+def read_identity(folder: Path) -> TargetIdentity:
     return TargetFiles(str(folder)).identity
 
 
-def in_cache(cache: Path, source: Path, names: list[str]) -> Path:
-    """A snapshot as the Hub's cache holds it: links to files that are named by their hash."""
+def write_cache(cache: Path, source: Path, names: list[str]) -> Path:
+    """Write a snapshot as the Hub's cache holds it: links to files that are named by their hash."""
     snapshot = cache / "snapshots" / COMMIT
     for folder in (snapshot, cache / "blobs"):
         folder.mkdir(parents=True)
@@ -42,73 +44,80 @@ def in_cache(cache: Path, source: Path, names: list[str]) -> Path:
     return snapshot
 
 
-def test_a_copy_is_the_same_target_and_other_files_are_another(saved: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(saved, tmp_path / "copy")
-    assert identity(copy).is_same(identity(saved))
+def test_a_copy_is_the_same_target_and_other_files_are_another(
+    saved_target: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(saved_target, tmp_path / "copy")
+    assert read_identity(copy).is_same(read_identity(saved_target))
     (copy / "generation_config.json").write_text('{"temperature": 0.7}')
-    assert identity(copy).is_same(identity(saved))
+    assert read_identity(copy).is_same(read_identity(saved_target))
     tokenizer = copy / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|user|>", "<|human|>"))
-    assert identity(copy).weights == identity(saved).weights and not identity(copy).is_same(
-        identity(saved)
-    )
+    assert read_identity(copy).weights == read_identity(saved_target).weights and not read_identity(
+        copy
+    ).is_same(read_identity(saved_target))
     tiny_target_model(num_layers=2, seed=1).save_pretrained(tmp_path / "other")
-    shutil.copy(saved / "tokenizer.json", tmp_path / "other")
-    assert identity(tmp_path / "other").tokenizer == identity(saved).tokenizer
-    assert not identity(tmp_path / "other").is_same(identity(saved))
+    shutil.copy(saved_target / "tokenizer.json", tmp_path / "other")
+    assert read_identity(tmp_path / "other").tokenizer == read_identity(saved_target).tokenizer
+    assert not read_identity(tmp_path / "other").is_same(read_identity(saved_target))
 
 
-def test_every_shard_counts(tmp_path: Path) -> None:
+def test_a_change_in_any_shard_changes_the_identity(tmp_path: Path) -> None:
     tiny_target_model(num_layers=2).save_pretrained(tmp_path, max_shard_size="200KB")
-    before, last = identity(tmp_path), max(tmp_path.glob("*.safetensors"))
+    before, last = read_identity(tmp_path), max(tmp_path.glob("*.safetensors"))
     assert (tmp_path / INDEX).is_file() and last.name != SINGLE
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.write_bytes(content)
-    assert not identity(tmp_path).is_same(before)
+    assert not read_identity(tmp_path).is_same(before)
 
 
-def test_pico_goes_by_its_name() -> None:
-    named, loaded = TargetFiles("pico").identity, str(TargetFiles("pico").identity)
-    assert (named.name_or_path, named.revision, named.adapter) == (
+def test_pico_is_identified_by_its_name() -> None:
+    identity, text = TargetFiles("pico").identity, str(TargetFiles("pico").identity)
+    assert (identity.name_or_path, identity.revision, identity.adapter) == (
         "pico",
         None,
         None,
-    ) and loaded.startswith("pico (weights ")
+    ) and text.startswith("pico (weights ")
 
 
-def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with refused("target.model", f"{tmp_path} without weights"):
-        _ = identity(tmp_path)
+        _ = read_identity(tmp_path)
 
 
 @pytest.mark.parametrize("xet", [False, True])
 def test_files_in_the_hubs_cache_are_not_read_again(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
+    saved_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
 ) -> None:
-    """xet: with one more link, from the file that is named by its sha256 to one that is named by
-    Xet's own hash."""
-    expected, snapshot = identity(saved), in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
+    """With xet a second link leads from the file named by its sha256 to one named by Xet's hash."""
+    expected, snapshot = (
+        read_identity(saved_target),
+        write_cache(tmp_path, saved_target, [SINGLE, "tokenizer.json"]),
+    )
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
     for number, blob in enumerate(sorted((tmp_path / "blobs").iterdir())):
         if xet:
             blob.replace(stored := tmp_path / ("e" * 63 + str(number)))
             blob.symlink_to(stored)
         blob.write_bytes(b"never read")
-    found = TargetFiles("org/name").identity
-    assert found.is_same(expected) and (found.name_or_path, found.revision) == ("org/name", COMMIT)
+    cached_identity = TargetFiles("org/name").identity
+    assert cached_identity.is_same(expected) and (
+        cached_identity.name_or_path,
+        cached_identity.revision,
+    ) == ("org/name", COMMIT)
 
 
-def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_hub_gives_the_hashes_of_weights_that_are_not_fetched(
+    saved_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    api_calls: list[Any] = []
 
     class Api:
         def model_info(self, repository: str, *, revision: str, files_metadata: bool) -> Any:
-            asked.append((repository, revision, files_metadata))
+            api_calls.append((repository, revision, files_metadata))
             lfs = {
-                "sha256": hashlib.sha256((saved / SINGLE).read_bytes()).hexdigest(),
+                "sha256": hashlib.sha256((saved_target / SINGLE).read_bytes()).hexdigest(),
                 "size": 1,
                 "pointerSize": 1,
             }
@@ -118,11 +127,14 @@ def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
             ]
             return ModelInfo(id=repository, siblings=listed)
 
-    expected, snapshot = identity(saved), in_cache(tmp_path, saved, ["tokenizer.json"])
+    expected, snapshot = (
+        read_identity(saved_target),
+        write_cache(tmp_path, saved_target, ["tokenizer.json"]),
+    )
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
     monkeypatch.setattr(repositories, "HfApi", Api)
     assert TargetFiles("org/name", "main").identity.is_same(expected)
-    assert asked == [("org/name", COMMIT, True)]
+    assert api_calls == [("org/name", COMMIT, True)]
 
 
 @pytest.mark.long  # a process of its own

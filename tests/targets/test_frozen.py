@@ -26,12 +26,12 @@ def test_captured_layers_are_transformers_hidden_states(target: FrozenTarget) ->
     ids = torch.arange(3, 20)[None]
     hidden_states = target.backbone(ids, output_hidden_states=True).hidden_states
     features = target.features(ids, [0, 2, target.num_layers - 1])
-    for layer, got in zip((0, 2, target.num_layers - 1), features.aux, strict=True):
-        assert torch.equal(got, hidden_states[layer])
+    for layer, captured in zip((0, 2, target.num_layers - 1), features.aux, strict=True):
+        assert torch.equal(captured, hidden_states[layer])
     assert torch.equal(features.last_hidden, hidden_states[-1])
 
 
-def test_after_all_layers_is_before_the_final_norm(target: FrozenTarget) -> None:
+def test_features_after_all_layers_precede_the_final_norm(target: FrozenTarget) -> None:
     features = target.features(torch.arange(3, 9)[None], [target.num_layers])
     assert torch.allclose(target.backbone.norm(features.aux[0]), features.last_hidden, atol=1e-6)
 
@@ -71,8 +71,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("targets") / "base")
 
 
-def test_an_adapter_is_merged_and_another_target(base: Path, tmp_path: Path) -> None:
-    adapted = save_adapter(tmp_path, "someone/Base")  # the base, wherever it is
+def test_a_merged_adapter_makes_another_target(base: Path, tmp_path: Path) -> None:
+    adapted = save_adapter(
+        tmp_path, "someone/Base"
+    )  # the last part of the base's name is that of its folder
     plain, target = (
         FrozenTarget.load(str(base)),
         FrozenTarget.load(str(base), adapter=str(tmp_path)),
@@ -110,7 +112,7 @@ def test_an_adapter_of_another_base_is_refused(
         FrozenTarget.load(str(base), adapter=str(tmp_path))
 
 
-def test_several_adapters_are_no_target(base: Path) -> None:
+def test_several_adapters_are_refused(base: Path) -> None:
     with refused("target.adapter", "2 adapters"):
         FrozenTarget.load(str(base), adapter=["a", "b"])
 
@@ -128,7 +130,7 @@ def test_a_broken_adapter_is_refused(base: Path, tmp_path: Path, broken: str) ->
         FrozenTarget.load(str(base), adapter=str(tmp_path))
 
 
-def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_refused(base: Path, tmp_path: Path) -> None:
     tensors = load_file(write_target(tmp_path) / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -148,8 +150,7 @@ def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) ->
 def test_a_class_that_is_no_target_is_refused_in_one_line(
     tmp_path: Path, kind: str, why: str
 ) -> None:
-    """musicgen: a config that transformers' own class cannot read; reformer: one that its class
-    asserts against."""
+    """transformers cannot read musicgen's config, and reformer's class rejects its own config."""
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with refused("target.model", tmp_path, holds=why):
@@ -168,7 +169,7 @@ def test_a_step_runs_each_layer_once_and_the_head_at_loss_tokens_alone() -> None
     ids = torch.arange(3, 67)[None]
     batch = index_batch({**document_rows(range(3, 67)), "loss_mask": (ids > 50).long()})
     objective = TrainingTimeTest(build_eagle3(target), forward_kl, 1)
-    target._packing  # noqa: B018  (tried before it is watched)
+    target._packing  # noqa: B018  (examined before the hooks count passes)
     calls, tokens = [0] * target.num_layers, 0
 
     def count(layer: int, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A GGUF file is converted once: what is loaded from the copy is what is loaded from the file."""
+"""A GGUF file is converted once, and its copy loads as the file itself does."""
 
 import os
 import shutil
@@ -27,37 +27,36 @@ IDS = torch.arange(5, 40)[None]
 
 
 def write_tiny(path: Path, folder: Path, model: Any = None, seed: int = 0) -> Path:
-    """A tiny model with pico's tokenizer as a GGUF file; `folder` gets the model that it is made
-    from."""
+    """Write a tiny model with pico's tokenizer to `folder`, and from there as a GGUF file."""
     (model or tiny_target_model(num_layers=1, vocab_size=1024, seed=seed)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(PICO).save_pretrained(folder)
     return write_gguf(folder, path, "q8_0")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf")
     return write_tiny(folder / "tiny.gguf", folder / "model")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of copies."""
+    """Return the folder of copies, which does not exist yet."""
     monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
     return tmp_path / "assets" / "specdistill" / "gguf"
 
 
-def copies(cache: Path) -> list[Path]:
+def list_copies(cache: Path) -> list[Path]:
     return [path for path in cache.glob("*") if path.is_dir()]
 
 
-def logits(target: FrozenTarget) -> torch.Tensor:
+def compute_logits(target: FrozenTarget) -> torch.Tensor:
     with torch.no_grad():
         return target.model(IDS).logits
 
 
-def config_of(target: FrozenTarget) -> dict[str, Any]:
-    """What changes numbers: no name, and no name of the class, which only a folder has."""
+def read_config_values(target: FrozenTarget) -> dict[str, Any]:
+    """Return the config without names: they change no numbers, and some are only in a folder."""
     values = target.model.config.to_dict()
     return {
         name: value
@@ -67,21 +66,24 @@ def config_of(target: FrozenTarget) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_copy_is_what_the_file_is(tiny: Path, cache: Path, dtype: str) -> None:
+def test_the_copy_loads_as_the_file_does(tiny_gguf: Path, cache: Path, dtype: str) -> None:
     text = " def f(x):  return [x] \n é"
-    direct = FrozenTarget.load(str(tiny), dtype=dtype, cache=False)
+    direct = FrozenTarget.load(str(tiny_gguf), dtype=dtype, cache=False)
     assert not cache.exists()
     for copied in (
-        FrozenTarget.load(str(tiny), dtype=dtype),
-        FrozenTarget.load(str(tiny), dtype=dtype),
+        FrozenTarget.load(str(tiny_gguf), dtype=dtype),
+        FrozenTarget.load(str(tiny_gguf), dtype=dtype),
     ):
-        assert torch.equal(logits(copied), logits(direct)) and copied.dtype == direct.dtype == dtype
+        assert (
+            torch.equal(compute_logits(copied), compute_logits(direct))
+            and copied.dtype == direct.dtype == dtype
+        )
         assert (copied.eos_token_ids, copied.max_length) == (
             direct.eos_token_ids,
             direct.max_length,
         )
         assert (copied.is_plain, copied.revision) == (direct.is_plain, direct.revision)
-        assert config_of(copied) == config_of(direct)
+        assert read_config_values(copied) == read_config_values(direct)
         ours, expected = copied.tokenizer, direct.tokenizer
         assert (
             type(ours) is type(expected)
@@ -92,14 +94,16 @@ def test_the_copy_is_what_the_file_is(tiny: Path, cache: Path, dtype: str) -> No
             expected.chat_template,
             expected.special_tokens_map,
         )
-        assert copied.identity == direct.identity == TargetFiles(str(tiny)).identity
-    (folder,) = copies(cache)
+        assert copied.identity == direct.identity == TargetFiles(str(tiny_gguf)).identity
+    (folder,) = list_copies(cache)
     assert folder.name.endswith(f"-{dtype}")
 
 
 def test_a_class_with_rules_of_its_own_splits_as_the_file_says(cache: Path, tmp_path: Path) -> None:
-    """Qwen2Tokenizer normalizes, which the tokenizer of a GGUF file does not, and letters with
-    accents may be two characters."""
+    """Qwen2Tokenizer normalizes text, and the tokenizer of a GGUF file does not.
+
+    They differ where a letter with an accent is two characters.
+    """
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -114,7 +118,9 @@ def test_a_class_with_rules_of_its_own_splits_as_the_file_says(cache: Path, tmp_
     FrozenTarget.load(str(file))
     copied = FrozenTarget.load(str(file))
     text = "cafe\N{COMBINING ACUTE ACCENT}"
-    assert len(copies(cache)) == 1 and torch.equal(logits(copied), logits(direct))
+    assert len(list_copies(cache)) == 1 and torch.equal(
+        compute_logits(copied), compute_logits(direct)
+    )
     assert type(direct.tokenizer).__name__ == "Qwen2Tokenizer"
     for tokenizer in (copied.tokenizer, read_tokenizer(files)[0]):
         assert tokenizer(text).input_ids == direct.tokenizer(text).input_ids
@@ -122,29 +128,31 @@ def test_a_class_with_rules_of_its_own_splits_as_the_file_says(cache: Path, tmp_
 
 
 def test_metadata_is_read_once_and_not_at_all_for_the_copy(
-    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_gguf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process, which checks every file: that is its metadata's one reading."""
-    file = Path(shutil.copy(tiny, tmp_path / "mine.gguf"))
+    """A process reads the metadata once, when it checks the file."""
+    file = Path(shutil.copy(tiny_gguf, tmp_path / "mine.gguf"))
     readings = []
     read = MetadataReader.__init__
 
-    def counted(self: MetadataReader, path: Any, *rest: Any) -> None:
+    def count_reading(self: MetadataReader, path: Any, *rest: Any) -> None:
         readings.append(path)
         read(self, path, *rest)
 
-    def unused(*_: Any) -> None:
+    def fail_if_used(*_: Any) -> None:
         raise AssertionError("gguf's reader reads every string")
 
-    monkeypatch.setattr(MetadataReader, "__init__", counted)
-    monkeypatch.setattr(gguf, "GGUFReader", unused)
+    monkeypatch.setattr(MetadataReader, "__init__", count_reading)
+    monkeypatch.setattr(gguf, "GGUFReader", fail_if_used)
     FrozenTarget.load(str(file))
     read_gguf_config(tmp_path, file.name, key="target.model", name="mine")
     assert len(readings) == 1
-    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint", unused)
+    monkeypatch.setattr(
+        "transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint", fail_if_used
+    )
     FrozenTarget.load(str(file))
     read_tokenizer(TargetFiles(str(file)))
-    assert len(readings) == 1 and len(copies(cache)) == 1
+    assert len(readings) == 1 and len(list_copies(cache)) == 1
 
 
 def test_a_changed_file_is_converted_again(cache: Path, tmp_path: Path) -> None:
@@ -152,27 +160,27 @@ def test_a_changed_file_is_converted_again(cache: Path, tmp_path: Path) -> None:
     loaded = []
     for folder, seed in (("one", 1), ("two", 2)):
         write_tiny(file, tmp_path / folder, seed=seed)
-        loaded.append(logits(FrozenTarget.load(str(file))))
-        assert torch.equal(loaded[-1], logits(FrozenTarget.load(str(file), cache=False)))
-    assert not torch.equal(*loaded) and len(copies(cache)) == 2
+        loaded.append(compute_logits(FrozenTarget.load(str(file))))
+        assert torch.equal(loaded[-1], compute_logits(FrozenTarget.load(str(file), cache=False)))
+    assert not torch.equal(*loaded) and len(list_copies(cache)) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_file_is_loaded_although_the_cache_cannot_be_written(
+    tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.parent.parent.mkdir()
     cache.parent.touch()  # a file where a folder should be
-    expected = logits(FrozenTarget.load(str(tiny), cache=False))
-    assert torch.equal(logits(FrozenTarget.load(str(tiny))), expected)
+    expected = compute_logits(FrozenTarget.load(str(tiny_gguf), cache=False))
+    assert torch.equal(compute_logits(FrozenTarget.load(str(tiny_gguf))), expected)
     assert "no safetensors copy could be written" in caplog.text
     cache.parent.unlink()
 
-    def full(*_: Any, **__: Any) -> None:
+    def raise_disk_full(*_: Any, **__: Any) -> None:
         raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    assert torch.equal(logits(FrozenTarget.load(str(tiny))), expected)
-    assert "No space left" in caplog.text and not copies(cache)
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", raise_disk_full)
+    assert torch.equal(compute_logits(FrozenTarget.load(str(tiny_gguf))), expected)
+    assert "No space left" in caplog.text and not list_copies(cache)
 
 
 LOAD = """
@@ -183,19 +191,21 @@ FrozenTarget.load(sys.argv[1])
 
 
 @pytest.mark.long  # starts two processes, which import torch
-def test_two_processes_at_once_convert_it_once(tiny: Path, cache: Path, tmp_path: Path) -> None:
+def test_two_processes_at_once_convert_a_file_once(
+    tiny_gguf: Path, cache: Path, tmp_path: Path
+) -> None:
     environment = {**os.environ, "HF_ASSETS_CACHE": str(tmp_path / "assets")}
     command = [
         sys.executable,
         "-c",
         f"import logging\nlogging.basicConfig(level='INFO')\n{LOAD}",
-        str(tiny),
+        str(tiny_gguf),
     ]
-    started = [
+    processes = [
         subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    messages = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], messages
+    messages = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], messages
     assert sum("Converting" in message for message in messages) == 1
-    assert len(copies(cache)) == 1 and not list(cache.glob(".*.partial"))
+    assert len(list_copies(cache)) == 1 and not list(cache.glob(".*.partial"))

@@ -1,4 +1,4 @@
-"""What transformers reads, and what is refused in one line where it cannot."""
+"""Checkpoints that transformers can read are loaded, and others are refused in one line."""
 
 import json
 from pathlib import Path
@@ -93,8 +93,7 @@ def test_code_of_a_target_runs_when_it_is_trusted(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_fp8_checkpoint_is_a_target(folder: Path) -> None:
-    """Blocks of 32 x 32 with a scale each, the weights of its layers and no other, as DeepSeek
-    publishes them."""
+    """Only weights of layers are in fp8, with a scale for each block, as in DeepSeek's files."""
     plain, stored = tiny_target_model(), {}
     for name, weight in load_file(folder / "model.safetensors").items():
         stored[name] = weight
@@ -127,28 +126,28 @@ def test_an_attention_without_its_package_is_refused(folder: Path, attn: str) ->
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bitsandbytes-8bit"])
-def test_a_target_is_not_rounded_where_that_cannot_be(folder: Path, kind: str) -> None:
+def test_a_quantization_that_cannot_be_applied_is_refused(folder: Path, kind: str) -> None:
     with refused("target.quantization", kind, holds="float32"):
         FrozenTarget.load(str(folder), quantization=kind)
     with refused("target.quantization", kind, holds="without"):  # its package, or a GPU
         FrozenTarget.load(str(folder), dtype="bfloat16", quantization=kind)
 
 
-def test_a_target_that_does_not_fit_is_no_broken_file(
+def test_a_full_memory_is_not_reported_as_a_broken_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command says then that the memory is full."""
+    """The command then reports that the memory is full."""
 
-    def full(*_: Any, **__: Any) -> None:
+    def raise_out_of_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raise_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         FrozenTarget.load(str(folder))
 
 
-def test_devices(folder: Path) -> None:
-    """That a spread over several devices is right needs several; here `auto` finds the one."""
+def test_a_device_map_is_followed_or_refused(folder: Path) -> None:
+    """A spread over several devices cannot be tested here: `auto` finds only the CPU."""
     for device_map in ("cpu", "auto"):
         assert FrozenTarget.load(str(folder), device_map=device_map).device.type == "cpu"
     for device_map in ("nonsense", "cuda:99"):
@@ -156,47 +155,47 @@ def test_devices(folder: Path) -> None:
             FrozenTarget.load(str(folder), device_map=device_map)
 
 
-def test_layers_whose_weights_are_converted_are_loaded(tmp_path: Path) -> None:
-    """Experts, which files hold one by one."""
+def test_layers_whose_weights_are_converted_do_not_stay_on_disk(tmp_path: Path) -> None:
+    """Files hold each expert on its own, and the model holds all experts in one tensor."""
     write_model(tmp_path / "target", {"model_type": "qwen3_moe"}, OTHERS)
     target = FrozenTarget.load(str(tmp_path / "target"), layers_on_disk=True)
     assert not any(weight.is_meta for weight in target.model.parameters())
 
 
-def test_one_process_holds_the_whole_of_a_target_that_several_share(folder: Path) -> None:
+def test_one_process_loads_the_whole_of_a_shared_target(folder: Path) -> None:
     shared, whole = FrozenTarget.load(str(folder), shard="layers"), FrozenTarget.load(str(folder))
     assert torch.equal(shared.features(IDS, [1]).aux[0], whole.features(IDS, [1]).aux[0])
 
 
 def test_layers_stay_on_disk_until_they_are_run(folder: Path) -> None:
-    left, whole = (
+    disk_target, whole = (
         FrozenTarget.load(str(folder), layers_on_disk=True),
         FrozenTarget.load(str(folder)),
     )
-    on_disk = {name for name, weight in left.model.named_parameters() if weight.is_meta}
+    on_disk = {name for name, weight in disk_target.model.named_parameters() if weight.is_meta}
     assert on_disk and on_disk == {
-        name for name, _ in left.model.named_parameters() if ".layers." in name
+        name for name, _ in disk_target.model.named_parameters() if ".layers." in name
     }
-    assert left.device == whole.device and left.logits.linear.weight.equal(
+    assert disk_target.device == whole.device and disk_target.logits.linear.weight.equal(
         whole.logits.linear.weight
     )
     for features, expected in zip(
-        left.features(IDS, [1]).aux, whole.features(IDS, [1]).aux, strict=True
+        disk_target.features(IDS, [1]).aux, whole.features(IDS, [1]).aux, strict=True
     ):
         assert torch.equal(features, expected)
     for method in HEADS:
         init = {"init": "scratch"} if method == "mtp" else {}
-        own, expected = (
-            build_head(method, target, **init).state_dict() for target in (left, whole)
+        state_dict, expected = (
+            build_head(method, target, **init).state_dict() for target in (disk_target, whole)
         )
-        assert own.keys() == expected.keys() and all(
-            torch.equal(own[name], expected[name]) for name in own
+        assert state_dict.keys() == expected.keys() and all(
+            torch.equal(state_dict[name], expected[name]) for name in state_dict
         )
 
 
-def test_a_name_on_the_hub_without_a_network_is_told_as_that() -> None:
-    """Through transformers and through the client, offline as every test."""
-    for fails in (
+def test_a_name_on_the_hub_without_a_network_is_refused_as_unreachable() -> None:
+    """transformers and huggingface_hub are both tried, offline as in every test."""
+    for attempt in (
         lambda: read_tokenizer(TargetFiles("org/nothere")),
         lambda: read_plan("org/nothere", key="target.model"),
     ):
@@ -207,4 +206,4 @@ def test_a_name_on_the_hub_without_a_network_is_told_as_that() -> None:
                 r" .*HF_HUB_OFFLINE"
             ),
         ):
-            fails()
+            attempt()

@@ -1,4 +1,4 @@
-"""One target in two processes, judged by the whole target in each of them."""
+"""A target that two processes share computes what the whole target computes in each of them."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ from tests.refusals import refused
 from tests.tiny import SMALL, input_keys, tiny_target_model, tiny_tokenizer, write_inputs
 
 BYTES_OF_WHOLE = 4 + 2  # for each parameter: float32, beside the bfloat16 file that it is read from
-# the most that a process of two may hold while it loads its part, of the bytes above
+# The most that one of two processes may hold while it loads its part, relative to BYTES_OF_WHOLE.
 PEAK_SHARE = 0.65
-HELD_SHARE = 0.55  # and of the parameters afterwards
+HELD_SHARE = 0.55  # the most that it may hold of the parameters afterwards
 
 
 def launch(configuration: str, script: Path, *arguments: str) -> None:
-    """The script in two processes of a launch configuration that ships, in float32."""
+    """Run the script in two processes with a launch configuration that ships, in float32."""
     process = start(
         script, *arguments, config=configuration, options=(*TWO_PROCESSES, "--mixed_precision=no")
     )
@@ -30,7 +30,7 @@ def launch(configuration: str, script: Path, *arguments: str) -> None:
     assert process.returncode == 0, output[-8000:]
 
 
-def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
+def run_two_processes(configuration: str, folder: Path) -> list[dict[str, Any]]:
     write_inputs(folder, hidden_size=128)
     launch(configuration, Path(__file__).with_name("in_two_processes.py"), str(folder))
     seen = [
@@ -62,8 +62,8 @@ def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) ->
         "train.bf16=false",
     ]
     for shard in ("none", "layers"):
-        own = [f"target.shard={shard}", f"train.output_dir={tmp_path / shard}"]
-        launch("ddp", ROOT / "train" / "eagle.py", "recipe=small/eagle3", *keys, *own)
+        shard_keys = [f"target.shard={shard}", f"train.output_dir={tmp_path / shard}"]
+        launch("ddp", ROOT / "train" / "eagle.py", "recipe=small/eagle3", *keys, *shard_keys)
         drafts.append(load_file(tmp_path / shard / "draft" / "model.safetensors"))
     assert drafts[0].keys() == drafts[1].keys()
     assert all(torch.equal(tensor, drafts[1][name]) for name, tensor in drafts[0].items())
@@ -74,7 +74,7 @@ def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) ->
 def test_each_process_loads_its_part_of_the_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # or glibc keeps what a gathered layer gave back
+    # without it glibc keeps the memory that a gathered layer has freed
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     sizes = {
         "hidden_size": 384,
@@ -87,7 +87,7 @@ def test_each_process_loads_its_part_of_the_layers(
     )
     model.save_pretrained(tmp_path / "large", max_shard_size="60MB")  # 360 MB in float32
     tiny_tokenizer().save_pretrained(tmp_path / "large")
-    for process in run("ddp", tmp_path):
+    for process in run_two_processes("ddp", tmp_path):
         assert process["held_share"] <= HELD_SHARE
         assert process["peak_bytes"] <= PEAK_SHARE * BYTES_OF_WHOLE * model.num_parameters(), (
             process
@@ -97,7 +97,7 @@ def test_each_process_loads_its_part_of_the_layers(
 @pytest.mark.long  # a launch
 @pytest.mark.distributed
 def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
-    run("zero3", tmp_path)
+    run_two_processes("zero3", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
         (True, True, "layers with a quantized checkpoint"),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused(
+def test_sharding_without_a_process_group_or_of_quantized_weights_is_refused(
     joined: bool, quantized: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding.distributed, "is_initialized", lambda: joined)

@@ -1,4 +1,4 @@
-"""A small model in a target's place does what its class does, in every respect but its widths."""
+"""A tiny model in place of a target behaves as its class does, apart from its widths."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_widths_are_divided_and_the_rest_is_kept(
     assert target.logits.scale == pytest.approx(scale) and target.logits.cap == cap
 
 
-def test_a_small_config_stands_for_itself() -> None:
+def test_a_small_config_keeps_its_sizes() -> None:
     model = qwen()
     target = build_tiny_target(model.config, "small")
     assert target is not None
