@@ -12,6 +12,7 @@ from typing import Any
 from specdistill.common.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.recipe.load import list_consent_keys, merge_values
+from specdistill.serving.engines import ENGINES
 
 # Patterns of the file that each run writes first, `<train.output_dir>/run/recipe.yaml`. They cover
 # the folders that the documentation and the bundled recipes use, below the working directory.
@@ -95,7 +96,11 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     target_keys = _list_target_keys({"target": target})
     measured_engine = report.get("engine", {}).get("name")
     method = report["draft"]["method"]
-    engine = measured_engine if measured_engine in METHODS[method].serving() else "vllm"
+    engine = "vllm"
+    if measured_engine in ENGINES:
+        # llama.cpp's layouts go by another name than the engine.
+        layouts = ENGINES[measured_engine].layouts or measured_engine
+        engine = measured_engine if layouts in METHODS[method].serving() else "vllm"
     # The report of a running server does not say how the server looks up, so `export` refuses it.
     report_keys = [f"report={folder}"] if "drafting" in report["settings"] else []
     row = report["results"][0]

@@ -375,6 +375,8 @@ def test_the_quick_demo_measures_the_draft_that_ships(shell: Shell, in_empty_fol
     draft = Path(dict(key.split("=", 1) for key in keys)["eval.draft"])
     assert (draft / "config.json").is_file()
     assert (draft / "model.safetensors").stat().st_size < 1_300_000
+    assert main(["demo", "quick=true", "train.max_steps=3"]) == 2
+    assert len(shell.commands) == 1
 
 
 @pytest.mark.long  # decodes eight prompts, with and without the draft

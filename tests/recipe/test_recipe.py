@@ -584,3 +584,5 @@ def test_epochs_that_are_typed_act_over_the_steps_of_a_recipe() -> None:
     assert unlimited.train["num_train_epochs"] == 2
     with refused("train.num_train_epochs", "2 with train.max_steps=5"):
         load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2", "train.max_steps=5"])
+    with refused("train"):
+        load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2", "train=null"])

@@ -199,8 +199,9 @@ def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_pat
         and history.steps == 16
         and history.log[: len(finished.log) - 1] == finished.log[:-1]
     )
-    again = specdistill("train", *keys, f"train.output_dir={run}", "train.max_steps=16")
-    assert again.returncode == 2 and "a finished run" in again.stderr
+    for length in ("max_steps=16", "max_steps=5", "num_train_epochs=1"):
+        again = specdistill("train", *keys, f"train.output_dir={run}", f"train.{length}")
+        assert again.returncode == 2 and "a finished run" in again.stderr, length
 
 
 @pytest.mark.long  # trains three times

@@ -93,6 +93,8 @@ def test_after_a_measured_lookup(in_empty_folder: Path, capsys: pytest.CaptureFi
     records = simulate(24)
     lookup = {"method": "ngram", "model": None, "revision": None}
     report = simulated_report(records, draft=lookup)
+    settings = report["settings"]
+    report["settings"] = {**settings, "drafting": {"rule": "vllm", "min": 1, "max": 3}}
     write_report(Path("runs/lookup"), report, records)
     sentence, found = said(capsys)
     assert "runs/lookup" in sentence and f"{report['results'][0]['speedup']:.2f}×" in sentence
@@ -101,6 +103,20 @@ def test_after_a_measured_lookup(in_empty_folder: Path, capsys: pytest.CaptureFi
         " output_dir=runs/lookup-vllm",
         "specdistill plan target=pico",
     ]
+
+    # A running server does not say how it looks up, no engine but two has lookups, and a plan is
+    # made for the target without an adapter.
+    report = {**report, "engine": {"name": "sglang", "version": "0.5.9"}, "settings": settings}
+    report["target"] = {**report["target"], "model": "pico + adapters/a"}
+    write_report(Path("runs/lookup"), report, records)
+    assert said(capsys)[1] == [
+        "specdistill export method=ngram engine=vllm target=pico target.adapter=adapters/a"
+        " output_dir=runs/lookup-vllm",
+        "specdistill plan target=pico",
+    ]
+    report["engine"] = {"name": "llama.cpp", "version": "b9000"}
+    write_report(Path("runs/lookup"), report, records)
+    assert " engine=llama.cpp " in said(capsys)[1][0]
     interrupted("runs/mine")
     assert said(capsys)[1] == [TRAIN]
 
@@ -222,4 +238,4 @@ def test_a_quick_look_is_followed_by_the_whole_measurement(
 ):
     settings = simulated_report(simulate(24))["settings"] | {"quick": True}
     measured(run, PASSES, settings=settings)
-    assert said(capsys)[1] == [f"{EVAL} eval.suite=path/to/prompts.jsonl"]
+    assert said(capsys)[1] == [f"{EVAL} eval.suite=path/to/prompts.jsonl eval.quick=false"]

@@ -104,3 +104,8 @@ def test_a_quick_look_cannot_pass_a_gate(evidence):
     assert judged["gate"]["verdict"] == judged["gate"]["rules"][0]["verdict"] == "inconclusive"
     assert "without quick=true" in describe_failed_rules(judged)
     assert format_settings(judged).startswith("quick look · ")
+
+    # A few prompts are enough to show that a draft is not lossless.
+    diverged = edited(quick.report, ("lossless", "unexplained_divergences"), 1)
+    exact = read_rule("gate", {"metric": "lossless.unexplained_divergences", "equals": 0})
+    assert decide([rule, exact], Evidence(diverged, evidence.records))["verdict"] == "failed"

@@ -90,13 +90,18 @@ def test_a_second_shape_is_refused_with_compile():
 def test_a_quick_look_is_small_in_every_command(schema: type[Section], typed: dict[str, int]):
     required = {"target": {"model": "pico"}, "drafts": ["ngram", "suffix"], "output_dir": "out"}
     values = {name: required[name] for name in required if name in schema.model_fields}
-    config: Any = validate_recipe(schema, {**values, **typed, "quick": True})
+    recorded: Any = validate_recipe(schema, {**values, **typed, "quick": True})
+    config = recorded.limit_quick_look()
     settings = Settings.from_section(config)
     assert (settings.max_new_tokens, settings.repeats, settings.warmup) == (32, 1, 1)
     assert (config.num_prompts, config.sampling_draws) == (typed.get("num_prompts", 8), 0)
     assert settings.described["quick"] is True
 
+    # A run records its own settings, so that it can be measured in full.
+    whole = validate_recipe(schema, {**values, **typed})
+    assert recorded.model_copy(update={"quick": False}).limit_quick_look() == whole
+
 
 def test_a_quick_look_at_an_engine_does_not_set_the_sampling_draws():
-    config = validate_recipe(EvalConfig, {"quick": True, "engine": "vllm"})
+    config = validate_recipe(EvalConfig, {"quick": True, "engine": "vllm"}).limit_quick_look()
     assert (config.num_prompts, config.sampling_draws) == (8, None)
