@@ -64,7 +64,7 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
         read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two")
     )
     assert [record.text for record in one] == [record.text for record in two]
-    # Only the first process is timed: it has two prompts of three, in the order a, b, a, ….
+    # Only the first process is timed: it has prompts 0, 1, 4 and 5.
     assert [record.baseline is None for record in two] == [
         False,
         False,
