@@ -14,7 +14,7 @@ import pytest
 
 from bench import gpu, gpu_parts, gpu_wheels
 from specdistill.common.errors import ExitCode, ResourceError
-from tests.documented import read
+from tests.documented import read_page
 
 # What a stand-in does after it has written {"first": 1}. `results` is its file.
 BEHAVIOURS = {
@@ -167,7 +167,7 @@ def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str
 
 
 def test_the_page_states_the_plan_and_the_size_of_the_wheels() -> None:
-    text = read(gpu.PAGE)
+    text = read_page(gpu.PAGE)
     assert gpu.format_plan(gpu.choose_limits(gpu.Options(short=True))) in text
     carried = gpu_wheels.read_list()["carried"]
     assert f"{len(carried)} wheels, {gpu_wheels.format_size(sum(carried.values()))}" in text

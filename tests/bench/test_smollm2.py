@@ -23,7 +23,7 @@ from specdistill.evaluation.suites.suite import load_suite
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import format_recipe, load_recipe
 from specdistill.targets.batch_generate import choose_fast_dtype
-from tests.documented import shell_lines
+from tests.documented import find_shell_lines
 from tests.loopback_hub import loopback_hub
 from tests.refusals import refused
 from tests.scripts import specdistill
@@ -234,7 +234,7 @@ specdistill() {
 def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
     small_run: SmallRun, shared_data: Path, tmp_path: Path
 ) -> None:
-    lines = [line.command for line in shell_lines(smollm2.PAGE)]
+    lines = [line.command for line in find_shell_lines(smollm2.PAGE)]
     begin = next(number for number, line in enumerate(lines) if line.startswith("specdistill eval"))
     # The page is about the whole run; small ones are in a folder of their own.
     *typed, serve = (

@@ -1,4 +1,4 @@
-"""Recipes load strictly: a mistake is refused in one line that names the key and what is near it."""
+"""Recipes load strictly: a mistake is one line that names the key and what is near it."""
 
 import itertools
 import re
