@@ -108,8 +108,8 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
         assert (path.parent / script).resolve().is_file(), path
     assert 'data-md-component="source"' not in "".join(texts.values())
 
-    # Links lead to a page of the site, or to a file of the repository that exists; numbers of threads
-    # are links.
+    # Links lead to a page of the site, or to a file of the repository that exists. Numbers of
+    # threads are links.
     prefix = f"{REPOSITORY}/"
     links = {link for page in pages for link in re.findall(rf'href="{prefix}([^"#]+)', texts[page])}
     assert "blob/main/specdistill/training/losses/divergence.py" in links
