@@ -1,5 +1,4 @@
-"""bench/mutants.py tells a mutation that a test notices from one that none does, and its list
-follows the library."""
+"""bench/mutants.py tells mutations that a test notices from others, and its list is current."""
 
 import subprocess
 from pathlib import Path

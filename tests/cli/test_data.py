@@ -16,7 +16,7 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data.rows.row_set import MANIFEST
 from tests.data.produce.openai_server import Behaviour, running
 from tests.data.produce.row_sets import chat, contents
-from tests.kills import survive
+from tests.kills import check_survives_kills
 from tests.launches import environment
 from tests.refusals import refused_key
 from tests.scripts import specdistill
@@ -188,7 +188,7 @@ def test_kills_give_the_same_rows(by_server: bool, folder: Path, tmp_path: Path)
         }
 
     with prepare_generation(by_server) as way:
-        survive(build_arguments(folder, cache, way, num_tokens=600), cache, read_rows)
+        check_survives_kills(build_arguments(folder, cache, way, num_tokens=600), cache, read_rows)
     assert all(len(Dataset.from_file(str(path))) for path in cache.glob("rows/*/*.arrow"))
 
 

@@ -1,9 +1,8 @@
-"""What the commands compute, to the last bit: training curves, counts of accepted tokens, exported
-tensors.
+"""Record what the commands compute: training curves, counts of accepted tokens, exported tensors.
 
-    # a fresh record; says what differs from record.json, to the last bit
+    # a new record; prints what differs from record.json, to the last bit
     python tests/golden/record.py OUT.json
-    python tests/golden/record.py OUT.json curves exports/mtp  # only what begins so
+    python tests/golden/record.py OUT.json curves exports/mtp  # only these parts
     # renews the record that the tests compare with
     python tests/golden/record.py tests/golden/record.json
 
@@ -19,12 +18,12 @@ import os
 import sys
 from pathlib import Path
 
-# Before the libraries that read them: one thread, as with more, sums are rounded otherwise; no
-# network and no display.
+# These are set before the libraries that read them are imported. One thread, as more would round
+# sums otherwise; no network and no display.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
-# this checkout, whichever is installed
+# Import this checkout, whichever is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hashlib
@@ -52,7 +51,7 @@ TRAIN = (
     "data.regenerate=null",
     "train.bf16=false",
     "train.max_steps=20",
-    "train.warmup_steps=5",  # so that the rate falls, too
+    "train.warmup_steps=5",  # so that the learning rate falls, too
     "train.logging_steps=1",
     "train.eval_strategy=steps",
     "train.eval_steps=20",
@@ -134,7 +133,7 @@ EVAL = (
     "eval.sampling_draws=0",
     "eval.seed=3",
 )
-GATE = "- {metric: mean_acceptance_length, min: 1}\n"  # which passes, whatever is measured
+GATE = "- {metric: mean_acceptance_length, min: 1}\n"  # passes, whatever is measured
 SAMPLED, TOGETHER = "eval.sweep.temperature=[0.8]", "eval.sweep.batch_size=[4]"
 TREE = "{{budget: 8, depth: 3, top_k: 4}}"
 REPORTS = {
@@ -210,8 +209,8 @@ EXPORTS = {
         "draft.init=null",
     ),
 }
-# In a config.json: versions of libraries, places on this machine, and the record of a target that
-# lies there.
+# Keys of a config.json that are not compared: versions of libraries, paths on this machine, and the
+# record of a target that lies there.
 NOT_COMPARED = {
     "transformers_version",
     "speculators_version",
@@ -370,7 +369,7 @@ def record_report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[s
 
 
 def record_export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
-    """Return a hash of every tensor that an export of an untrained draft holds, and its config.json.
+    """Return a hash of every tensor that an export of an untrained draft holds, and its config.
 
     The draft is untrained because the initialization is the same on every x86-64 machine; weights
     after twenty steps differ in the last bits.
@@ -479,7 +478,7 @@ def find_differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
 
 
 def main(output: Path, only: Sequence[str]) -> int:
-    """Write a record; return 1 when it differs, to the last bit, from what the tests compare with."""
+    """Write a record; return 1 if it differs, to the last bit, from what the tests compare with."""
     with tempfile.TemporaryDirectory(prefix="specdistill-golden-") as folder:
         os.environ["HF_HOME"] = f"{folder}/huggingface"
         for library in LIBRARIES:

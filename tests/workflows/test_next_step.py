@@ -192,8 +192,7 @@ def test_the_next_step_depends_on_the_keys_of_the_recipe(
 
 
 def test_the_next_step_follows_from_the_last_verdict(run: Path, capsys: pytest.CaptureFixture[str]):
-    """`specdistill gate` writes its verdict next to the report that it judged; a newer measurement
-    replaces it."""
+    """`specdistill gate` writes a verdict next to the report; a newer measurement replaces it."""
     add_report(run, age=20)
     add_report(run, FAILS, place="report/release", age=10)
     assert read_next_step(capsys)[1] == [DOCTOR]
