@@ -1,5 +1,4 @@
-"""A page in headless Chromium: whether it complains, whether it fits, and what a script finds in
-it."""
+"""A page in headless Chromium: its errors, its layout, and what a script finds in it."""
 
 import html
 import json
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# A window has a least width of some 500 pixels, a frame has none: the page is shown in a frame,
+# A window is at least some 500 pixels wide, a frame may be narrower: the page is shown in a frame,
 # which counts as its viewport.
 FRAME = (
     '<!doctype html><meta charset="utf-8"><iframe style="border: 0; width: {width}px; height:'
@@ -48,8 +47,11 @@ window.addEventListener("load", () => {
 
 
 def opening(page: str, folder: Path) -> dict[str, Any]:
-    """`seconds` from the start of opening the page, a file, until it is laid out, its scripts run;
-    `requests` that it made."""
+    """Measure the opening of a page, a file.
+
+    `seconds` last until the page is laid out and its scripts have run; `requests` counts those that
+    it made.
+    """
     path = folder / "opened.html"
     path.write_text(page.replace("</body>", f"{OPENED}</body>"), encoding="utf-8")
     answer: dict[str, Any] = json.loads(_title(_browse(path, folder)))
@@ -59,11 +61,12 @@ def opening(page: str, folder: Path) -> dict[str, Any]:
 def look(
     page: str, script: str, folder: Path, *, width: int = 500, dark: bool = False
 ) -> dict[str, Any]:
-    """What `script`, run at the page's end, hands to `found({...})`; besides, whether the page
-    overflows sideways, what figures cut off of their text, and `paper`, the colour behind the page.
+    """Run `script` at the page's end, and return what it hands to `found({...})`.
 
-    width: of the viewport, in CSS pixels; folder: for the browser's files. An error and anything in
-    the console is a failure.
+    The result also says whether the page overflows sideways, what figures cut off of their text,
+    and `paper`, the colour behind the page. An error and anything in the console is a failure.
+
+    width: of the viewport, in CSS pixels. folder: for the browser's files.
     """
     watched = page.replace("<style>", WATCH + "<style>", 1).replace(
         "</body>", f"<script>{script}</script></body>"

@@ -1,5 +1,7 @@
-"""What every test stands on: no network, a cache of its own, one thread, no display; what the
-machine lacks is skipped, saying so."""
+"""Common settings of the tests: no network, a cache of their own, one thread and no display.
+
+A test whose machine lacks something is skipped, and says so.
+"""
 
 import gc
 import math
@@ -19,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Before any test module imports a library that reads them; processes that tests start inherit them.
+# Set before any test module imports a library that reads these; processes of tests inherit them.
 # Each worker has a fresh cache: no test passes on what an earlier run or another worker prepared.
 # One thread: more would round sums otherwise, and workers would share cores.
 CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
@@ -39,7 +41,10 @@ collect_ignore = [] if find_spec("hypothesis") else ["fuzz"]
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """A machine with a GPU may have pytest alone, without the development extras."""
+    """Declare the options of plugins that may be missing.
+
+    A machine with a GPU may have pytest alone, without the development extras.
+    """
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "of pytest-timeout")
 
@@ -51,8 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take all that is imported off the garbage collector, and leave it off: each measurement
-    collects in full, most of it over torch."""
+    """Take all that is imported off the garbage collector, and leave it off.
+
+    Each measurement collects in full, most of it over torch.
+    """
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
@@ -76,8 +83,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Prompts, conversations and a small trained model: SPECDISTILL_TEST_DATA, or ../shared/data
-    next to the repository."""
+    """Return the folder of prompts, conversations and a small trained model.
+
+    It is SPECDISTILL_TEST_DATA, or ../shared/data next to the repository.
+    """
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set SPECDISTILL_TEST_DATA")
@@ -86,7 +95,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    """A tiny random target, none of whose tokens ends a text."""
+    """Return a tiny random target, none of whose tokens ends a text."""
     from specdistill.targets.frozen import FrozenTarget
     from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -97,10 +106,10 @@ def target() -> Any:
 
 @pytest.fixture
 def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """time.perf_counter() advances by about a millisecond whenever it is read, so that timings do
-    not depend on the machine.
+    """Advance time.perf_counter() by about a millisecond whenever it is read.
 
-    The steps spread by a fifth, the same in every run; what is returned starts them again.
+    So timings do not depend on the machine. The steps spread by a fifth, the same in every run; the
+    function that is returned starts them again.
     """
     generator, lock, seconds = random.Random(0), threading.Lock(), 0.0
 

@@ -1,5 +1,4 @@
-"""Draft models of tiny targets that need no training: some of their tokens are accepted, and some
-are not."""
+"""Draft models of tiny targets that need no training and have some of their tokens accepted."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,7 +24,7 @@ def tiny_draft_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 
 def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
-    """The target with some noise on its weights: drafts that are accepted now and then."""
+    """Return the target with some noise on its weights: drafts are accepted now and then."""
     draft = tiny_target_model(target.num_layers)
     draft.load_state_dict(target.model.state_dict())
     draft.config.max_position_embeddings = context
@@ -36,8 +35,10 @@ def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
 
 
 def other_tokenizer(missing: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """The bytes of the tiny tokenizer in another order, one of them missing, and other special
-    tokens."""
+    """Return the tiny tokenizer with its bytes in another order.
+
+    One of the bytes is missing, and the special tokens are others.
+    """
     kept = [
         byte
         for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
@@ -58,7 +59,7 @@ def other_tokenizer(missing: str, special: tuple[str, ...] = ()) -> PreTrainedTo
 
 
 def words(text: str, **special: str) -> PreTrainedTokenizerFast:
-    """One token a word, ids in the order given; `?` is the unknown word."""
+    """Return a tokenizer with one token a word, ids in the order given; `?` is the unknown word."""
     vocabulary = {word: index for index, word in enumerate(text.split())}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special
@@ -68,10 +69,10 @@ def words(text: str, **special: str) -> PreTrainedTokenizerFast:
 def translated(
     target: FrozenTarget, missing: str = "a", model: LlamaForCausalLM | None = None, **renamed: str
 ) -> DraftModelProposer:
-    """The target itself, or a model like it, its rows in the order of another vocabulary, which
-    lacks one of its tokens.
+    """Return a proposer with the target itself, or a model like it, in another vocabulary.
 
-    renamed: target's special tokens without their brackets -> what the draft calls them.
+    The rows are in the order of that vocabulary, which lacks one of the target's tokens. renamed:
+    target's special tokens without their brackets -> what the draft calls them.
     """
     replacements = {f"<|{token}|>": other for token, other in renamed.items()}
     tokenizer = other_tokenizer(missing, tuple(renamed.values()))

@@ -1,5 +1,7 @@
-"""The exact distribution of decoded tokens: every outcome of the real rule is enumerated, none is
-sampled."""
+"""The exact distribution of decoded tokens.
+
+Every outcome of the real rule is enumerated, none is sampled.
+"""
 
 import functools
 import itertools
@@ -22,7 +24,7 @@ SAMPLING = Sampling(temperature=0.8)
 
 
 def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
-    """(midpoint, width) of the pieces into which breakpoints cut [0, 1)."""
+    """Return (midpoint, width) of the pieces into which breakpoints cut [0, 1)."""
     points = (
         torch.cat((breakpoints.clamp(0, 1), torch.tensor([0.0, 1.0], dtype=torch.float64)))
         .sort()
@@ -34,7 +36,10 @@ def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
 
 
 def random_distribution(size: int, seed: int) -> Distribution:
-    """The distribution after each text; of some texts a token has probability zero."""
+    """Return a random distribution after each text.
+
+    After some texts a token has probability zero.
+    """
 
     def distribution(text: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
@@ -60,7 +65,7 @@ def distribution_of(model: LlamaForCausalLM, sampling: Sampling = SAMPLING) -> D
 def plain_distribution(
     target: Distribution, prompt: tuple[int, ...] = (), length: int = 2
 ) -> Tensor:
-    """[V, V, …] of the next tokens, decoded one by one."""
+    """Return the distribution [V, V, …] of the next tokens, decoded one by one."""
     size = len(target(prompt))
     distribution = torch.ones((size,) * length, dtype=torch.float64)
     for tokens in itertools.product(range(size), repeat=length):
@@ -72,11 +77,13 @@ def plain_distribution(
 def decoded(
     rounds: Callable[[tuple[int, ...]], Iterator[Outcome]], size: int, length: int
 ) -> Tensor:
-    """The distribution of `length` tokens decoded in rounds; `rounds` gives the outcomes of a round
-    after the tokens so far."""
+    """Return the distribution of `length` tokens decoded in rounds.
+
+    `rounds` gives the outcomes of a round after the tokens so far.
+    """
     distribution = torch.zeros((size,) * length, dtype=torch.float64)
     unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    # every round adds a token: all that leads to a text is known before its next round
+    # Every round adds a token: all that leads to a text is known before its next round.
     for done in range(length):
         for text in [text for text in unfinished if len(text) == done]:
             weight = unfinished.pop(text)
@@ -95,8 +102,10 @@ def output_distribution(
     sampling: Sampling = SAMPLING,
     length: int = 2,
 ) -> Tensor:
-    """Of the next tokens, decoded in rounds: every cell of the proposer's and of the rule's
-    uniforms is visited."""
+    """Return the distribution of the next tokens, decoded in rounds.
+
+    Every cell of the proposer's and of the rule's uniforms is visited.
+    """
     size = len(target(prompt))
 
     def outcomes(text: tuple[int, ...], uniforms: list[float], weight: float) -> Iterator[Outcome]:

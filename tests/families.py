@@ -1,8 +1,8 @@
-"""Tiny random targets of the classes that published ones have: a config.json with its sizes
-replaced, a chat template of the family's kind.
+"""Tiny random targets of the classes of published ones.
 
-All else in a config stays: the class, its kinds of layers, attention and experts, how positions are
-scaled, what is tied.
+Each has a config.json with its sizes replaced and a chat template of the family's kind. All else in
+a config stays: the class, its kinds of layers, attention and experts, how positions are scaled,
+what is tied.
 """
 
 import re
@@ -32,8 +32,8 @@ from tests.data.rows.templates import (
 from tests.targets.architectures import SIZES
 
 Config = dict[str, Any]
-# Of a model with a picture's encoder, which no text reaches; and what stays as published, since it
-# costs nothing.
+# Sizes of an encoder of pictures, which no text reaches. KEPT stays as published, as it costs
+# nothing.
 OWN_SIZES = {
     "depth": 2,
     "out_hidden_size": 64,
@@ -41,20 +41,25 @@ OWN_SIZES = {
     "deepstack_visual_indexes": [],
 }
 KEPT = {"max_position_embeddings", "model_max_length"}
-# What quantized a published checkpoint: a tiny one has plain weights.
+# Keys about the weights of a published checkpoint; those of a tiny one are not quantized.
 REMOVED = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-SURER = 4.0  # times the head's weights: so few outcomes are likely that a few draws test sampling
+SURER = (
+    4.0  # factor of the head's weights: so few outcomes are likely that a few draws test sampling
+)
 
 
 @dataclass(frozen=True)
 class Family:
-    """template: of chats. end: the token that ends an answer."""
+    """A family of models.
+
+    template: of chats. end: the token that ends an answer.
+    """
 
     template: str
     end: str
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token a byte, and those that the template writes."""
+        """Return a tokenizer with one token a byte, and those that the template writes."""
         special = list(dict.fromkeys(["<|pad|>", self.end, *SPECIAL_TOKEN.findall(self.template)]))
         vocabulary = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
         tokenizer = Tokenizer(
@@ -103,10 +108,10 @@ def write_model(
     num_layers: int = 4,
     seed: int = 0,
 ) -> None:
-    """A checkpoint with a tokenizer, for a published config.json. has_layer: with one that predicts
-    further tokens.
+    """Write a checkpoint with a tokenizer, for a published config.json.
 
-    Raises KeyError for a class that transformers does not know.
+    Raises KeyError for a class that transformers does not know. has_layer: whether it has a layer
+    that predicts further tokens.
     """
     tokenizer = family.tokenizer()
     config = tiny_config(published, tokenizer, num_layers)
@@ -114,7 +119,7 @@ def write_model(
         torch.manual_seed(seed)
         model: Any = find_auto_class(config).from_config(config).eval()
         for name, tensor in model.state_dict().items():
-            if "norm" in name or "bias" in name:  # which start as a constant
+            if "norm" in name or "bias" in name:  # these start as a constant
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.get_output_embeddings().weight.data *= SURER
     plain = folder.with_name(f"{folder.name}-plain") if has_layer else folder
@@ -129,10 +134,12 @@ def write_model(
 def tiny_config(
     published: Config, tokenizer: PreTrainedTokenizerFast, num_layers: int
 ) -> PretrainedConfig:
-    """The config of a tiny model of the same class. Raises KeyError for a class that transformers
-    does not know."""
+    """Return the config of a tiny model of the same class.
+
+    Raises KeyError for a class that transformers does not know.
+    """
     config_class = CONFIG_MAPPING[published["model_type"]]
-    # with what the class adds where the file says nothing
+    # The class adds what the file does not say.
     whole = config_class.from_dict(dict(published)).to_dict()
     ids = {
         "bos_token_id": None,
@@ -165,7 +172,7 @@ def _shrunk(config: Config, vocabulary: Config, num_layers: int) -> Config:
         for name, kinds in lists.items()
         if len(kinds) == config.get("num_hidden_layers")
     }
-    # a picture's encoder says num_heads
+    # The encoder of pictures says num_heads instead.
     if (rope := own.get("rope_parameters")) and "num_attention_heads" in own:
         own["rope_parameters"] = _rope(rope, config, own)
     return own
@@ -179,13 +186,15 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _all(kinds: list[Any], num_layers: int) -> list[Any]:
-    """Layers of every kind in turn."""
+    """Return layers of every kind in turn."""
     return (list(dict.fromkeys(kinds)) * num_layers)[:num_layers]
 
 
 def _rope(rope: Config, published: Config, own: Config) -> Config:
-    """What rotary embeddings say of each pair of numbers, for fewer of them; of each kind of layer
-    where these differ."""
+    """Return the parameters of rotary embeddings for the fewer pairs of smaller heads.
+
+    Layers of different kinds may have parameters of their own.
+    """
     if any(isinstance(part, dict) for part in rope.values()):
         return {
             kind: _rope(part, published, own) if isinstance(part, dict) else part

@@ -1,5 +1,7 @@
-"""Runs as training and measuring leave them, of a tiny target and a draft model that needs no
-training."""
+"""Runs as training and measuring leave them.
+
+They have a tiny target and a draft model that needs no training.
+"""
 
 import hashlib
 import json
@@ -36,10 +38,10 @@ PLAIN_STEP, ROUND = 2.5e-3, 3.5e-3  # seconds
 
 
 def finished_run(folder: Path, *more: str) -> Path:
-    """The folder of a run that was measured for real, with its target and its suite next to it; it
-    passes the default gate.
+    """Measure a run for real and return its folder, with its target and suite next to it.
 
-    more: keys of its recipe. Its times are set, as a tiny target gains nothing by speculation.
+    It passes the default gate. more: keys of its recipe. Its times are set, as a tiny target gains
+    nothing by speculation.
     """
     model = tiny_target_model()
     model.lm_head.weight.data *= SURER
@@ -79,8 +81,10 @@ def finished_run(folder: Path, *more: str) -> Path:
 
 
 def again(run: Path, folder: Path, changes: Mapping[str, str], *, scale: float = 1.001) -> Path:
-    """Another run: a run's copy with other weights and these lines of its recipe changed, measured
-    for real."""
+    """Measure another run for real.
+
+    It is a run's copy with other weights and these lines of its recipe changed.
+    """
     shutil.copytree(run, folder)
     weights = load_file(folder / "draft" / "model.safetensors")
     scaled = {name: tensor * scale for name, tensor in weights.items()}
@@ -112,8 +116,10 @@ def edit_recipe(run: Path, changes: Mapping[str, str], *, with_hash: bool = True
 def remake(
     run: Path, change: Callable[[PromptRecord], PromptRecord], report: Path | None = None
 ) -> None:
-    """Replace a report of a run, its own or another, by the one of changed records, whole in
-    itself, as if they had been measured so."""
+    """Replace a report of a run, its own or another, by that of changed records.
+
+    The new report is whole in itself, as if the records had been measured so.
+    """
     folder = report or run / "report"
     stated, records = read_report(folder)
     write(run, stated, [change(record) for record in records], folder)
@@ -122,8 +128,10 @@ def remake(
 def write(
     run: Path, report: dict[str, Any], records: Sequence[PromptRecord], folder: Path | None = None
 ) -> None:
-    """Write a report that is whole in itself: its numbers are those of its records, its digest and
-    its verdict its own."""
+    """Write a report that is whole in itself.
+
+    Its numbers are those of its records; its digest and its verdict are its own.
+    """
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}"])
     rows = build_result_rows(
         records,
@@ -144,7 +152,7 @@ def write(
 
 
 def slower(record: PromptRecord, factor: float = 3.0) -> PromptRecord:
-    """As if drafting cost more."""
+    """Return the record as if drafting cost more."""
     record = timed(record)
     return replace(
         record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds)
@@ -152,7 +160,7 @@ def slower(record: PromptRecord, factor: float = 3.0) -> PromptRecord:
 
 
 def timed(record: PromptRecord) -> PromptRecord:
-    """With times that say that a round takes somewhat longer than a step."""
+    """Return the record with times by which a round takes somewhat longer than a step."""
     spec, plain = record.speculative, record.baseline
     assert plain and plain.num_rounds is not None and spec.num_rounds is not None
     rounds, steps = spec.num_rounds * ROUND, plain.num_rounds * PLAIN_STEP

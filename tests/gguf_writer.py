@@ -1,8 +1,7 @@
-"""A plain Llama or Qwen2 with pico's tokenizer as a GGUF file, as llama.cpp's converter writes it:
-a target for tests.
+"""Write a plain Llama or Qwen2 with pico's tokenizer as a GGUF file, a target for tests.
 
-llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of a Llama's q and k
-are permuted. Norms stay in float32.
+The file is as llama.cpp's converter writes it. llama.cpp rotates neighbouring pairs where
+transformers rotates halves, so rows of a Llama's q and k are permuted. Norms stay in float32.
 """
 
 from pathlib import Path

@@ -28,7 +28,7 @@ HEADS = ("eagle", "eagle3", "mtp")
 BUILD = {"eagle": build_eagle, "eagle3": build_eagle3, "mtp": partial(build_mtp, init="scratch")}
 LOAD = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}
 SAVE = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}
-# What fresh heads are not built with, or not in this order.
+# Options that fresh heads are not built with, or not in this order.
 REPLACED = ("norm_before_fc", "own_embedding", "rope_scaling", "aux_layers")
 
 
@@ -36,7 +36,7 @@ KINDS = {"dflash": DFLASH, "dspark": DSPARK}
 
 
 def build_block(method: str, target: FrozenTarget, **shape: Any) -> BlockDraft:
-    """A fresh block drafter with a correction that counts."""
+    """Return a fresh block drafter with a correction that counts."""
     own = {"markov_rank": 8} if method == "dspark" else {}
     draft = build_block_draft(
         KINDS[method],
@@ -59,7 +59,7 @@ def block_proposer(method: str, target: FrozenTarget, **shape: Any) -> BlockProp
 
 
 def build_head(method: str, target: FrozenTarget, **shape: Any) -> Any:
-    """A fresh head of a method."""
+    """Return a fresh head of a method."""
     head: Any = BUILD[method](target, **shape)
     return head
 
@@ -75,7 +75,7 @@ def save_head(method: str, head: Any, folder: Path) -> None:
 def head_of(
     method: str, target: FrozenTarget, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> Any:
-    """A head with every tensor random, and none the same as another."""
+    """Return a head with every tensor random, and none the same as another."""
     replaced = {
         name: tuple(value) if name == "aux_layers" else value
         for name, value in shape.items()
@@ -97,13 +97,13 @@ def head_of(
 
 
 def causal(ids_BT: torch.Tensor, num_layers: int = 1, window: int | None = None) -> UnrollKVCache:
-    """The unroll's KV cache for rows that are one document each."""
+    """Return the unroll's KV cache for rows that are one document each."""
     starts = torch.arange(0, ids_BT.numel() + 1, ids_BT.shape[1], dtype=torch.int32)
     return UnrollKVCache(starts, ids_BT.shape[1], num_layers, window)
 
 
 def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
-    """One row that is one document, with a loss at every token."""
+    """Return one row that is one document, with a loss at every token."""
     ids = torch.tensor([list(token_ids)])
     return {
         "input_ids": ids,
@@ -117,8 +117,10 @@ def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
 def check_unroll(
     head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7
 ) -> None:
-    """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its
-    root as it was drafted."""
+    """Check that the unroll predicts a chain as the decoder drafted it.
+
+    The chain is appended as if it had been accepted, and is predicted at its root.
+    """
     sequence = torch.randint(
         3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)
     ).tolist()

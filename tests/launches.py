@@ -1,5 +1,4 @@
-"""Scripts in the processes of `accelerate launch`, as a user starts them on a machine without a
-GPU."""
+"""Scripts in the processes of `accelerate launch`, as a user starts them without a GPU."""
 
 import os
 import signal
@@ -18,8 +17,10 @@ TWO_PROCESSES = ("--num_processes=2", "--main_process_port=0")
 
 
 def tiny_files(folder: Path) -> list[str]:
-    """A tiny target and a text file in a folder; the keys that name them, and those of a run of
-    twelve steps over three epochs."""
+    """Write a tiny target and a text file, and return the keys of a run that name them.
+
+    The run has twelve steps over three epochs.
+    """
     noise = "loss.noise=0.1"  # of the processes' random numbers
     return [
         *write_inputs(folder),
@@ -38,10 +39,10 @@ def start(
     options: Sequence[str] = TWO_PROCESSES,
     folder: Path = ROOT,
 ) -> subprocess.Popen[str]:
-    """`accelerate launch` with a configuration that ships, or a path without its ending, in a
-    process group that a test may kill.
+    """Start `accelerate launch` in a process group that a test may kill.
 
-    options: of accelerate. folder: where it runs.
+    config: a configuration that ships, or a path without its ending. options: of accelerate.
+    folder: where it runs.
     """
     command = [
         sys.executable,
@@ -62,8 +63,10 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """Of a launch on a CPU: the environment's own tools first, as DeepSpeed looks ninja up by
-    name."""
+    """Return the environment of a launch on a CPU.
+
+    The environment's own tools come first, as DeepSpeed looks ninja up by name.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {
         **os.environ,
@@ -75,7 +78,7 @@ def environment() -> dict[str, str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed; kills what is left of its group."""
+    """Return what a process printed, after killing what is left of its group."""
     output, _ = process.communicate(timeout=900)  # DeepSpeed may compile first
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

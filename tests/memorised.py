@@ -1,5 +1,7 @@
-"""Heads that have learned one text by heart, so that decoding accepts nearly all their draft tokens
-until something about them is wrong."""
+"""Heads that have learned one text by heart.
+
+Decoding accepts nearly all their draft tokens until something about them is wrong.
+"""
 
 import json
 from dataclasses import asdict
@@ -36,11 +38,10 @@ def memorise(
     begins_evenly: bool = False,
     **shape: Any,
 ) -> Path:
-    """Train a head of this shape, and leave it as a run does: `draft` and `run/history.json`.
-    Returns the draft's folder.
+    """Train a head of this shape, leave it as a run does, and return the draft's folder.
 
-    begins_evenly: whether its output is scaled down first where its loss is large, as training
-    scales it.
+    A run leaves `draft` and `run/history.json`. begins_evenly: whether its output is scaled down
+    first where its loss is large, as training scales it.
     """
     prompt = target.tokenizer(PROMPT)["input_ids"]
     rows: dict[str, Any] = index_batch(

@@ -1,5 +1,7 @@
-"""Tiny random targets with multi-token prediction, and their checkpoints as publishers write them:
-names and shapes stated by hand."""
+"""Tiny random targets with multi-token prediction, and checkpoints as publishers write them.
+
+Names and shapes are stated by hand.
+"""
 
 import json
 from pathlib import Path
@@ -72,7 +74,7 @@ LATENT: dict[str, Any] = {
 
 
 def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    """A random target; every parameter that starts as a constant is made random too."""
+    """Return a random target; every parameter that starts as a constant is made random too."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if kind == "qwen3_next":
@@ -106,7 +108,7 @@ def tiny_target(kind: str) -> FrozenTarget:
 
 
 def layer_shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    """The decoder layer's tensors as checkpoints name them."""
+    """Return the shapes of the decoder layer's tensors, by their names in checkpoints."""
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
@@ -152,7 +154,7 @@ def layer_shapes(kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    """All tensors of the published layer but the copies of embedding and head."""
+    """Return the shapes of the published layer, without the copies of embedding and head."""
     if kind == "deepseek_v3":
         norms = ("enorm", "hnorm", "shared_head.norm")
         own = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)} | {
@@ -171,8 +173,10 @@ def mtp_shapes(kind: str) -> dict[str, tuple[int, ...]]:
 def mtp_tensors(
     kind: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A published layer, random; DeepSeek's comes with copies of embedding and head, and its
-    routing bias in float32."""
+    """Return the tensors of a published layer, random.
+
+    DeepSeek's comes with copies of embedding and head, and its routing bias in float32.
+    """
     generator = torch.Generator().manual_seed(1)
     tensors = {
         name: torch.randn(shape, generator=generator) * 0.2
@@ -200,8 +204,7 @@ def write_checkpoint(
     with_mtp: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> FrozenTarget:
-    """A checkpoint as its publisher would write it, and the target that transformers loads from
-    it."""
+    """Write a checkpoint as its publisher would, and return the target loaded from it."""
     model = tiny_model(kind)
     for parameter in model.parameters():  # but no buffer: the routing bias is published in float32
         parameter.data = parameter.data.to(dtype)
@@ -217,7 +220,7 @@ def write_checkpoint(
 
 
 def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Into the single file, or into the last shard of several."""
+    """Add tensors to the single file, or to the last shard of several."""
     index_path = folder / "model.safetensors.index.json"
     if not index_path.is_file():
         path = folder / "model.safetensors"
@@ -232,7 +235,7 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint; none may stand in two files."""
+    """Return every tensor of a checkpoint; none may stand in two files."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         inside = load_file(path)

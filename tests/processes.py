@@ -1,5 +1,4 @@
-"""A function in several processes of one group, as a launcher on each of several machines would
-start them."""
+"""A function in several processes of one group, as launchers on several machines start them."""
 
 import multiprocessing
 import os
@@ -31,13 +30,15 @@ class EndedProcess(NamedTuple):
 
 
 def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
-    """Start a child of this process, which has the libraries loaded: imports take longer than what
-    is tested."""
+    """Start a child of this process, which has the libraries loaded.
+
+    Imports would take longer than what is tested.
+    """
     process = multiprocessing.get_context("fork").Process(
         target=_run_forked, args=(work, *arguments)
     )
     with warnings.catch_warnings():
-        # of a fork next to threads; pytest-xdist has one, which waits
+        # Python warns about a fork next to threads; pytest-xdist has one, which only waits.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     return process
@@ -56,7 +57,10 @@ def run_processes(
     *local_ranks: int,
     timeout: timedelta = timedelta(minutes=5),
 ) -> list[EndedProcess]:
-    """Run `work(rank)` for each local rank, at once. timeout: of a collective operation."""
+    """Run `work(rank)` for each local rank, at once.
+
+    timeout: of a collective operation.
+    """
     own = {
         "WORLD_SIZE": str(len(local_ranks)),
         "MASTER_ADDR": "127.0.0.1",
@@ -97,7 +101,7 @@ def _joined(
     )
     for state in (AcceleratorState, PartialState):  # of the parent, which is alone
         state._reset_state()
-    warnings.simplefilter("ignore")  # of libraries, about processes of a launch
+    warnings.simplefilter("ignore")  # libraries warn about launched processes
     distributed.init_process_group("gloo", timeout=timeout)
     work(rank)
     sys.stdout.flush()

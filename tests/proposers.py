@@ -1,5 +1,7 @@
-"""Proposers of every method for a tiny target, and one with a distribution of its own, whose drafts
-are sometimes accepted."""
+"""Proposers of every method for a tiny target, whose drafts are sometimes accepted.
+
+One of them has a distribution of its own.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 
 def state_of(text: list[int], fresh: Any = None) -> DecodingState:
-    """One sequence, all of it new to a draft."""
+    """Return the state of one sequence, all of it new to a draft."""
     return DecodingState([text], fresh, [len(text) - 1])
 
 
@@ -38,8 +40,10 @@ def tiny_target(seed: int = 0) -> FrozenTarget:
 
 @dataclass
 class ModelProposer:
-    """Drafts with a whole model, without a cache: its greedy tokens (one-hot) or tokens drawn from
-    its distribution."""
+    """A proposer that drafts with a whole model, without a cache.
+
+    It drafts the model's greedy tokens (one-hot) or tokens drawn from its distribution.
+    """
 
     model: torch.nn.Module
     one_hot: bool = False
@@ -91,7 +95,10 @@ class ModelProposer:
 
 
 class FirstTokens(ModelProposer):
-    """The target's own next tokens, but the last one wrong: K - 1 are accepted of every draft."""
+    """A proposer of the target's own next tokens, of which the last one is made wrong.
+
+    K - 1 are accepted of every draft.
+    """
 
     def after(self, *arguments: Any) -> Proposal:
         tokens = super().after(*arguments).tokens
@@ -99,8 +106,11 @@ class FirstTokens(ModelProposer):
 
 
 class Oracle:
-    """Drafts what the sequence says that begins so, or the first; in a tree among wrong tokens: a
-    node's right child is the last of two."""
+    """A proposer that drafts the rest of the known sequence that begins like the text.
+
+    It drafts from the first sequence where none begins so. In a tree the tokens are among wrong
+    ones: a node's right child is the last of two.
+    """
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
@@ -144,7 +154,7 @@ class Oracle:
 
 
 def half_the_vocabulary(target: FrozenTarget) -> SharedVocabulary:
-    """A draft with the target's ids, of which only the even ones are shared."""
+    """Return the vocabulary of a draft that shares only the even ids of the target."""
     even = torch.arange(0, target.vocab_size, 2)
     return SharedVocabulary(even, even, target.vocab_size, target.tokenizer, target.tokenizer)
 

@@ -1,5 +1,6 @@
-"""Public targets with their drafts, as config.json and tensors without content, and pairs that are
-wrong in one thing each.
+"""Public targets with their drafts, as config.json and tensors without content.
+
+Further pairs are wrong in one thing each.
 
 Names, shapes and dtypes are the published checkpoints'; sizes that are known from elsewhere are
 checked in tests/advice/plan/test_public_pairs.py. A file's header is true and its data is a hole in
@@ -34,11 +35,12 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, by name
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the Hub. base: the model that its card names as what it is for.
+    """A repository of the Hub.
 
-    filled: whether every tensor has a number that is not zero. written: bytes of tensors that are
-    not a hole. files: further ones, by name. tokenizer: the name of a family, whose members have
-    equal tokenizers of a few tokens; None for a head, which has none.
+    base: the model that its card names as what it is for. filled: whether every tensor has a number
+    that is not zero. written: bytes of tensors that are not a hole. files: further ones, by name.
+    tokenizer: the name of a family, whose members have equal tokenizers of a few tokens; None for a
+    head, which has none.
     """
 
     name: str
@@ -111,11 +113,11 @@ def _size(tensor: tuple[str, tuple[int, ...]]) -> int:
 def _write_sparse(
     path: Path, tensors: Tensors, written: Mapping[str, bytes], *, filled: bool
 ) -> None:
-    """A safetensors file (an eight-byte length, a JSON header, data) whose data is a hole but for
-    `written` tensors.
+    """Write a safetensors file whose data is a hole but for `written` tensors.
 
-    filled: and but for the last byte of every floating tensor's first element, which makes that
-    2^-7; so is that of every embedding, of which a draft's may be a copy of its target's.
+    The file is an eight-byte length, a JSON header, and data. filled: the last byte of every
+    floating tensor's first element is written, too, which makes that 2^-7; so is that of every
+    embedding, of which a draft's may be a copy of its target's.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -139,7 +141,7 @@ def _write_sparse(
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """Of single bytes; families differ in their order."""
+    """Return a tokenizer of single bytes; families differ in their order."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=family < "n")
     tokens = ["<|end|>", family, *letters]
     tokenizer = Tokenizer(
@@ -154,14 +156,17 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Pair:
-    """method: what a user names. draft: None where its layer is in the target's own checkpoint."""
+    """A target and its draft.
+
+    method: what a user names. draft: None where its layer is in the target's own checkpoint.
+    """
 
     method: str
     target: Repository
     draft: Repository | None
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        """The target's folder and the draft's, which may be the same one."""
+        """Write both, and return the target's folder and the draft's, which may be the same one."""
         target = self.target.write(folder / "target")
         return target, self.draft.write(folder / "draft") if self.draft else target
 
@@ -172,7 +177,7 @@ class Pair:
 def attention(
     prefix: str, H: int, N: int, G: int, d: int, *, inputs: int | None = None, norms: bool = False
 ) -> Tensors:
-    """q, k, v that read `inputs` (H), and o; with a norm of queries and of keys."""
+    """Return q, k, v that read `inputs` (H), and o; with a norm of queries and of keys."""
     read = inputs or H
     shapes = {"q": (N * d, read), "k": (G * d, read), "v": (G * d, read), "o": (H, N * d)}
     tensors: Tensors = {
@@ -211,7 +216,7 @@ def decoder(
     tied: bool,
     norms_of_qk: bool = False,
 ) -> Tensors:
-    """A Llama's or a Qwen3's."""
+    """Return the tensors of a Llama or a Qwen3."""
     tensors = table("model.embed_tokens.weight", V, H)
     for index in range(depth):
         layer = f"model.layers.{index}."
@@ -230,8 +235,10 @@ def in_dtype(tensors: Tensors, dtype: str) -> Tensors:
 
 
 def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | None) -> Tensors:  # noqa: E741
-    """A head whose first layer is called `layer`. W: of its own output layer; None for a head that
-    borrows the target's."""
+    """Return the tensors of a head whose first layer is called `layer`.
+
+    W: of its own output layer; None for a head that borrows the target's.
+    """
     tensors: Tensors = {"fc.weight": ("BF16", (H, 3 * H))}
     tensors |= attention(layer, H, N, G, d, inputs=2 * H) | mlp(f"{layer}mlp.", H, I)
     tensors |= norms(layer, H, "hidden_norm", *LAYER_NORMS) | norms("", H, "norm")
@@ -241,8 +248,11 @@ def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | 
 
 
 def vocabulary_maps(V: int, W: int) -> dict[str, bytes]:
-    """The first half of the draft's tokens are the target's first; the others are spread over the
-    rest of its vocabulary."""
+    """Return the vocabulary maps of a draft.
+
+    The first half of the draft's tokens are the target's first; the others are spread over the rest
+    of its vocabulary.
+    """
     half = W // 2
     ids = np.concatenate([np.arange(half), np.linspace(half, V - 1, W - half).astype(np.int64)])
     in_draft = np.zeros(V, dtype=bool)
@@ -415,7 +425,7 @@ QWEN3_PARD = Repository(
 
 
 def fp8(name: str, *shape: int) -> Tensors:
-    """A matrix in FP8 with a scale for each block of 128 by 128."""
+    """Return a matrix in FP8 with a scale for each block of 128 by 128."""
     blocks = tuple(-(-size // 128) for size in shape)
     return {f"{name}.weight": ("F8_E4M3", shape), f"{name}.weight_scale_inv": ("F32", blocks)}
 
@@ -500,7 +510,10 @@ DEEPSEEK_V3 = Repository(
 
 
 def gpt_oss_tensors(depth: int, experts: int) -> Tensors:
-    """Experts in MXFP4: blocks of 32 numbers in 16 bytes, and a byte of scale for each."""
+    """Return tensors with experts in MXFP4.
+
+    These are blocks of 32 numbers in 16 bytes, and a byte of scale for each.
+    """
     H, N, G, d, V = 2880, 64, 8, 64, 201088
     tensors = table("model.embed_tokens.weight", V, H)
     for index in range(depth):
@@ -696,8 +709,10 @@ QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3-pard"
 
 
 def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
-    """Parameters of a test: these pairs, long but for one of each method. but: quick ones that are
-    long, too."""
+    """Return the parameters of a test: these pairs, long but for one of each method.
+
+    but: quick ones that are long, too.
+    """
     return [
         name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long)
         for name in names
@@ -708,7 +723,7 @@ def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
 
 
 def _with(repository: Repository, **config: Any) -> Repository:
-    """Keys of its config.json; None takes one out."""
+    """Return the repository with other keys of its config.json; None takes one out."""
     changed = {
         name: value for name, value in {**repository.config, **config}.items() if value is not None
     }

@@ -1,5 +1,7 @@
-"""Markdown as a page shows it: rendered by markdown-it, searched for what GitHub makes links of by
-the patterns of pymdown-extensions."""
+"""Markdown as a page shows it, rendered by markdown-it.
+
+It is searched for what GitHub makes links of by the patterns of pymdown-extensions.
+"""
 
 import re
 from html.parser import HTMLParser
@@ -25,8 +27,11 @@ KEPT = ("verdict", "severity", "better", "metric", "method")
 
 
 class Page(HTMLParser):
-    """elements: (tag, attributes) of each; texts: those outside of code, in which GitHub looks for
-    references."""
+    """A rendered page.
+
+    elements: (tag, attributes) of each. texts: those outside of code, in which GitHub looks for
+    references.
+    """
 
     def __init__(self, markdown: str) -> None:
         super().__init__()
@@ -58,8 +63,10 @@ class Page(HTMLParser):
 
 
 def renamed(document: Any, more: str) -> Any:
-    """A document with `more` at the end of every name and sentence in it, but for words of this
-    project."""
+    """Return a document with `more` at the end of every name and sentence in it.
+
+    Words of this project stay as they are.
+    """
     if isinstance(document, dict):
         return {
             key: value if key in KEPT else renamed(value, more) for key, value in document.items()

@@ -1,5 +1,4 @@
-"""The command, and the scripts of train/, eval/ and bench/, called in this process as a command
-line calls them."""
+"""The command, and the scripts of train/, eval/ and bench/, called in this process."""
 
 import importlib.util
 import subprocess
@@ -16,19 +15,19 @@ from specdistill.cli.main import main
 from specdistill.common.project import ROOT
 from specdistill.methods.recipe import Recipe
 
-# that eval/run.py leaves
+# the files that eval/run.py leaves
 REPORT_FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 
 
 def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`specdistill` with these arguments: what it prints and its exit code, without the seconds of
-    imports of a process.
+    """Run `specdistill` with these arguments, and return its exit code and what it prints.
 
-    A training leaves an empty image in place of its curves: they take longer to draw, after each
-    evaluation, than tiny drafts take to train. tests/training/test_history.py draws them.
+    This saves the seconds of imports of a process. A training leaves an empty image in place of its
+    curves: they take longer to draw, after each evaluation, than tiny drafts take to train.
+    tests/training/test_history.py draws them.
     """
     given, out, err = sys.argv, StringIO(), StringIO()
-    sys.argv = ["specdistill", *arguments]  # which a run records
+    sys.argv = ["specdistill", *arguments]  # a run records it
     is_training = arguments[:1] == ("train",)
     drawing = (
         mock.patch("specdistill.training.history.draw", touch) if is_training else nullcontext()
@@ -36,7 +35,7 @@ def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         with redirect_stdout(out), redirect_stderr(err), drawing:
             code = main(arguments)
-    except SystemExit as end:  # of a script
+    except SystemExit as end:  # raised by a script
         code = int(end.code or 0)
     finally:
         sys.argv = given
@@ -46,12 +45,12 @@ def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def touch(log: list[dict[str, float]], path: Path) -> None:
-    """In place of `draw`: leave an empty file."""
+    """Leave an empty file, in place of `draw`."""
     path.touch()
 
 
 def load_script(path: str) -> Any:
-    """The module of a script: load_script("eval/run.py")."""
+    """Return the module of a script: load_script("eval/run.py")."""
     spec = importlib.util.spec_from_file_location(
         path.removesuffix(".py").replace("/", "_"), ROOT / path
     )
@@ -62,7 +61,7 @@ def load_script(path: str) -> Any:
 
 
 def evaluate(*arguments: str) -> int:
-    """eval/run.py with these arguments; returns its exit code."""
+    """Run eval/run.py with these arguments, and return its exit code."""
     script = load_script("eval/run.py")
     return run(
         script.main,

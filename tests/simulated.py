@@ -1,5 +1,6 @@
-"""Simulated measurements: records with a known acceptance and known step costs, and reports made of
-them. No model is involved.
+"""Simulated measurements: records with known acceptance and step costs, and their reports.
+
+No model is involved.
 """
 
 import copy
@@ -49,11 +50,10 @@ def simulate(
     seed: int = 0,
     timing_seed: int = 1,
 ) -> list[PromptRecord]:
-    """Prompts whose drafts of len(conditional) tokens are accepted with these rates. `noise`:
-    relative spread of a prompt's times.
+    """Return prompts whose drafts of len(conditional) tokens are accepted with these rates.
 
-    The same `seed` gives the same prompts with the same texts; a prompt's own difficulty shifts all
-    its rates.
+    `noise`: relative spread of a prompt's times. The same `seed` gives the same prompts with the
+    same texts; a prompt's own difficulty shifts all its rates.
     """
     steps, seeds = (draft_step, verify_step), (seed, timing_seed)
     return [
@@ -128,7 +128,7 @@ def _timing(num_tokens: int, num_rounds: int, draft: float, verify: float, noise
 
 
 def round_costs(k: int) -> list[RoundCost]:
-    """Rounds that get cheaper by a tenth of a plain step with each token less."""
+    """Return costs of rounds that get cheaper by a tenth of a plain step with each token less."""
     return [
         RoundCost(n, 1000 * (VERIFY_STEP - (k - n) * PLAIN_STEP / 10), 1000 * n * DRAFT_STEP)
         for n in range(1, k + 1)
@@ -138,8 +138,10 @@ def round_costs(k: int) -> list[RoundCost]:
 def simulated_report(
     records: Sequence[PromptRecord], *, k: int = 4, temperature: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
-    """The report of simulated records, not yet judged. `changes` replace arguments of
-    `build_report`."""
+    """Return the report of simulated records, not yet judged.
+
+    `changes` replace arguments of `build_report`.
+    """
     rows = build_result_rows(records, SUITE, Configuration(k, temperature), seed=0)
     lossless = {
         "greedy_identical": True,
@@ -203,8 +205,10 @@ def simulated_report(
 
 
 def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, Any]:
-    """The report with the rows of a sweep over K, temperature, batch and prompt length around its
-    own configuration."""
+    """Return the report with the rows of a sweep around its own configuration.
+
+    The sweep is over K, temperature, batch and prompt length.
+    """
     rates = (0.75, 0.72, 0.68, 0.65, 0.6, 0.55, 0.5, 0.5)
     configurations = {
         **{
@@ -245,8 +249,11 @@ def simulated_candidate(
     unexplained: int = 0,
     **simulation: Any,
 ) -> Measured:
-    """A draft of a comparison. `unexplained`: greedy completions that differ from plain decoding;
-    `simulation`: arguments of `simulate`."""
+    """Return a draft of a comparison.
+
+    `unexplained`: greedy completions that differ from plain decoding. `simulation`: arguments of
+    `simulate`.
+    """
     records = simulate(**simulation)
     report = simulated_report(records, k=len(records[0].rounds[0].drafted))
     report["draft"] |= {"model": f"runs/{name}", "parameters": parameters, "bytes": 4 * parameters}
@@ -259,7 +266,7 @@ def simulated_candidate(
 
 
 def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
-    """A copy of a document with another value at a path."""
+    """Return a copy of a document with another value at a path."""
     copied = place = copy.deepcopy(document)
     for name in path[:-1]:
         place = place[name]
@@ -268,7 +275,7 @@ def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
 
 
 def with_text(record: PromptRecord, text: str) -> PromptRecord:
-    """The first rounds of a record of which everything that is text is this one."""
+    """Return the first rounds of a record, with this text in place of every text in it."""
     rounds = tuple(
         replace(
             entry,
@@ -282,7 +289,10 @@ def with_text(record: PromptRecord, text: str) -> PromptRecord:
 
 
 def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]:
-    """The same prompts decoded together: each has an equal share of its batch's times."""
+    """Return the same prompts decoded together.
+
+    Each has an equal share of its batch's times.
+    """
     found = []
     for number, record in enumerate(records):
         batch = records[number // size * size :][:size]
@@ -298,7 +308,7 @@ def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]
 
 
 def as_from_server(record: PromptRecord, *, with_baseline: bool = True) -> PromptRecord:
-    """The same text, with what a server tells of it in place of its rounds."""
+    """Return the same text, with what a server tells of it in place of its rounds."""
     longest = max(len(entry.drafted) for entry in record.rounds)
     accepted = [len(entry.accepted) for entry in record.rounds]
     counts = ServerCounts(

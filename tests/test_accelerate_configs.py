@@ -16,15 +16,14 @@ OWNED_BY_RECIPES = {
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_accelerate_reads_it(path: Path):
-    """accelerate refuses unknown keys; a launch needs nothing that the file leaves open but the
-    head node's address."""
+def test_accelerate_reads_every_configuration(path: Path):
+    """Accelerate refuses unknown keys, and a launch needs no more than the head node's address."""
     configuration = load_config_from_file(str(path))
     assert configuration.num_processes >= 1
     assert configuration.num_machines == (2 if "multinode" in path.stem else 1)
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_it_sets_nothing_that_recipes_own(path: Path):
+def test_a_configuration_sets_nothing_that_recipes_own(path: Path):
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert OWNED_BY_RECIPES & {*settings, *settings.get("deepspeed_config", {})} == set()

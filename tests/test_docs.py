@@ -1,5 +1,4 @@
-"""The pages name things that exist: links, files, modules, recipe keys, and the keys of every
-command."""
+"""The pages name links, files, modules, recipe keys and keys of commands that exist."""
 
 import re
 import tomllib
@@ -9,13 +8,22 @@ from pathlib import Path
 from specdistill.common.project import RECIPES, ROOT
 from specdistill.methods import METHODS
 from specdistill.recipe.load import RECORDED_VARIABLES
-from tests.documented import commands, keys_of, read, shell_lines, unknown_keys, without_examples
+from tests.documented import (
+    find_commands,
+    find_shell_lines,
+    find_unknown_keys,
+    list_verb_keys,
+    read_page,
+    remove_examples,
+)
 
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(
     [*(ROOT / "docs").glob("*.md"), *EXAMPLES.rglob("README.md")]
 )
-OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names what is gone
+CURRENT_PAGES = [
+    page for page in PAGES if page.name != "CHANGELOG.md"
+]  # which also names what is gone
 COMMENTED = [
     *sorted(ROOT.glob("recipes/*/*.yaml")),
     *sorted(ROOT.glob("eval/suites/*.yaml")),
@@ -44,28 +52,32 @@ SECTIONS = ("target", "data", "draft", "loss", "on_policy", "eval")
 
 
 def is_module(dotted: str) -> bool:
-    """A module of the package, or a name in one."""
+    """Return whether a dotted name is a module of the package, or a name in one."""
     return any(
         (ROOT / f"{path}.py").is_file() or (ROOT / path).is_dir()
-        for path in parents(dotted.replace(".", "/"))
+        for path in path_and_parent(dotted.replace(".", "/"))
     )
 
 
-def parents(path: str) -> tuple[str, str]:
+def path_and_parent(path: str) -> tuple[str, str]:
     return path, path.rpartition("/")[0]
 
 
 def test_relative_links_lead_somewhere() -> None:
     for page in PAGES:
-        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read(page))
+        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read_page(page))
         # GitHub resolves ../../actions to the repository's own workflows.
         files = [target for target in targets if not re.search("://|/actions/workflows/", target)]
         assert [target for target in files if not (page.parent / target).exists()] == [], page
 
 
-def test_files_and_modules_exist() -> None:
-    for page in (*OF_TODAY, *COMMENTED):
-        text = read(page) if page.suffix == ".md" else "\n".join(re.findall(r"#.*", read(page)))
+def test_files_and_modules_that_pages_name_exist() -> None:
+    for page in (*CURRENT_PAGES, *COMMENTED):
+        text = (
+            read_page(page)
+            if page.suffix == ".md"
+            else "\n".join(re.findall(r"#.*", read_page(page)))
+        )
         text = re.sub(r"https?://\S+", "", text)
         patterns = {
             path: re.sub(r"<\w+>", "*", path).rstrip("/")
@@ -78,12 +90,12 @@ def test_files_and_modules_exist() -> None:
         assert missing + [name for name in MODULE.findall(text) if not is_module(name)] == [], page
 
 
-def test_recipes_exist() -> None:
-    for page in OF_TODAY:
+def test_recipes_that_pages_name_exist() -> None:
+    for page in CURRENT_PAGES:
         names = {
             name
             for pair in re.findall(
-                r"recipe=((?:pico|small)/\w+)|`((?:pico|small)/\w+)`", read(page)
+                r"recipe=((?:pico|small)/\w+)|`((?:pico|small)/\w+)`", read_page(page)
             )
             for name in pair
         }
@@ -93,17 +105,17 @@ def test_recipes_exist() -> None:
 
 
 def test_commands_take_the_keys_that_they_are_given() -> None:
-    for page in OF_TODAY:
-        found = commands(without_examples(page))
+    for page in CURRENT_PAGES:
+        found = find_commands(remove_examples(page))
         assert [
             f"specdistill {verb} … {key}="
             for verb, keys in found
-            for key in unknown_keys(verb, keys)
+            for key in find_unknown_keys(verb, keys)
         ] == [], page
 
 
-def test_recipe_keys_exist() -> None:
-    known = keys_of("train") | {
+def test_recipe_keys_that_pages_name_exist() -> None:
+    known = list_verb_keys("train") | {
         "data.regenerate",
         "eval.sweep",
         "eval.ngram",
@@ -114,14 +126,16 @@ def test_recipe_keys_exist() -> None:
     }
     key = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])")
     files = (".py", ".md", ".yaml", ".json", ".jsonl", ".gguf")
-    for page in OF_TODAY:
-        named = key.findall(without_examples(page))
+    for page in CURRENT_PAGES:
+        named = key.findall(remove_examples(page))
         assert [key for key in named if key not in known and not key.endswith(files)] == [], page
 
 
-def unquoted(command: str) -> list[str]:
-    """The characters of a command that bash would expand, or zsh refuse where no file matches:
-    those outside of quotes and `$(…)`."""
+def find_unquoted(command: str) -> list[str]:
+    """Return the characters of a command outside of quotes and `$(…)` that a shell interprets.
+
+    Bash would expand them, or zsh refuse them where no file matches.
+    """
     plain = re.sub(r"\\.|'[^']*'|\"[^\"!]*\"", "", command)
     return re.findall(
         r"[][{}()*?~!]", re.sub(r"\$\(+[^()]*\)+", "", re.split(r"(?:^|\s)#", plain)[0])
@@ -129,47 +143,49 @@ def unquoted(command: str) -> list[str]:
 
 
 def test_bash_and_zsh_read_commands_as_they_are_written() -> None:
-    assert unquoted(
+    assert find_unquoted(
         "specdistill compare drafts=[a,b] 'x=[1]' \"y={a: 1}\" z=$(cat a)  # it (or) not"
     ) == ["[", "]"]
-    for page in OF_TODAY:
-        shown = [line.command for line in shell_lines(page)] + re.findall(
-            r"`([^`\n]+)`", without_examples(page)
+    for page in CURRENT_PAGES:
+        shown = [line.command for line in find_shell_lines(page)] + re.findall(
+            r"`([^`\n]+)`", remove_examples(page)
         )
         typed = [
-            it
-            for it in shown
+            command
+            for command in shown
             if re.match(
-                r"'?[a-z_.]+=|(?:specdistill|make|accelerate|python (?:train|eval)/\S+) ", it
+                r"'?[a-z_.]+=|(?:specdistill|make|accelerate|python (?:train|eval)/\S+) ", command
             )
         ]
-        assert [command for command in typed if unquoted(command)] == [], page
+        assert [command for command in typed if find_unquoted(command)] == [], page
     for page in COMMENTED:
-        indented = "\n".join(re.findall(r"^#   +(.*)", read(page), re.MULTILINE))
-        assert [line for line in indented.splitlines() if "=" in line and unquoted(line)] == [], (
-            page
-        )
+        indented = "\n".join(re.findall(r"^#   +(.*)", read_page(page), re.MULTILINE))
+        assert [
+            line for line in indented.splitlines() if "=" in line and find_unquoted(line)
+        ] == [], page
 
 
-def layers() -> list[str]:
-    """The layers of the import contract, as the architecture page writes them."""
-    contracts = tomllib.loads(read(ROOT / "pyproject.toml"))["tool"]["importlinter"]["contracts"]
+def read_layers() -> list[str]:
+    """Return the layers of the import contract, as the architecture page writes them."""
+    contracts = tomllib.loads(read_page(ROOT / "pyproject.toml"))["tool"]["importlinter"][
+        "contracts"
+    ]
     (found,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     return [layer.replace("specdistill.", "") for layer in found]
 
 
 def test_architecture_states_the_import_contract() -> None:
-    (block,) = re.findall(r"```text\n(.*?)```", read(ARCHITECTURE), re.DOTALL)
-    assert block.splitlines() == layers()
+    (block,) = re.findall(r"```text\n(.*?)```", read_page(ARCHITECTURE), re.DOTALL)
+    assert block.splitlines() == read_layers()
 
 
-def test_every_folder_of_the_library_is_described() -> None:
+def test_architecture_describes_every_folder_of_the_library() -> None:
     folders = {path.parent.name for path in (ROOT / "specdistill").glob("*/__init__.py")}
-    rows = re.findall(r"^\| (`.*?) \|", read(ARCHITECTURE), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", read_page(ARCHITECTURE), re.MULTILINE)
     assert folders - {name for row in rows for name in re.findall(r"`(\w+)/", row)} == set()
 
 
-def test_at_most_fourteen_entries_stand_at_the_top() -> None:
+def test_the_package_has_at_most_fourteen_entries_at_the_top() -> None:
     folders = [path.parent for path in (ROOT / "specdistill").glob("*/__init__.py")]
     modules = [
         path for path in (ROOT / "specdistill").glob("*.py") if not path.name.startswith("__")
@@ -178,9 +194,9 @@ def test_at_most_fourteen_entries_stand_at_the_top() -> None:
 
 
 def read_paths() -> dict[str, list[tuple[Path, str]]]:
-    """The reading paths of the architecture page: heading -> (file, what to look at)."""
+    """Return the reading paths of the architecture page: heading -> (file, what to look at)."""
     paths = {}
-    for section in read(ARCHITECTURE).split("\n## ")[1:]:
+    for section in read_page(ARCHITECTURE).split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
         rows = re.findall(r"^\| \[[^\]]+\]\(([^)]+\.py)\) \| (.*) \|$", text, re.MULTILINE)
         if rows:
@@ -194,7 +210,7 @@ def test_reading_paths_name_what_the_files_define() -> None:
             names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", what)]
             assert names
             for name in names:
-                assert re.search(rf"(?:def|class) {name}\b", read(file)), (file, name)
+                assert re.search(rf"(?:def|class) {name}\b", read_page(file)), (file, name)
 
 
 def test_each_file_of_a_reading_path_imports_the_next() -> None:
@@ -213,12 +229,15 @@ def test_each_file_of_a_reading_path_imports_the_next() -> None:
             if module != "specdistill.methods.eagle3.method":
                 package, _, name = module.rpartition(".")
                 imported = rf"from {re.escape(package)}(?:\.{name} import| import .*\b{name}\b)"
-                assert re.search(imported, read(file)), (file, module)
+                assert re.search(imported, read_page(file)), (file, module)
 
 
 def test_the_page_of_environment_variables_is_complete() -> None:
-    """Names that the code has: those that it asks the environment for, and every constant that is
-    written as a variable is."""
+    """The page names the variables that the code reads.
+
+    These are the names that it asks the environment for, and every constant that is written as a
+    variable is.
+    """
     sources = [
         path.read_text("utf-8")
         for folder in ("specdistill", "eval", "train")
@@ -226,7 +245,7 @@ def test_the_page_of_environment_variables_is_complete() -> None:
     ]
     values = {"CAUSAL_LM", "FULL_STATE_DICT", "SHARDED_STATE_DICT"}
     pattern = r'environ(?:\.get\(|\[)f?"([A-Z_]+)|"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)"'
-    read = (
+    read_variables = (
         {name for source in sources for pair in re.findall(pattern, source) for name in pair}
         - values
         - {""}
@@ -240,12 +259,12 @@ def test_the_page_of_environment_variables_is_complete() -> None:
     named = set(re.findall(r"`([A-Z][A-Z0-9_]*[A-Z0-9])`", page))
     assert {
         name
-        for name in read - named
-        if not any(name[-1] == "_" and it.startswith(name) for it in named)
+        for name in read_variables - named
+        if not any(name[-1] == "_" and other.startswith(name) for other in named)
     } == set()
     by_python = {"PYTHONPATH", "PYTHONHOME", *RECORDED_VARIABLES}
     assert {
         name
-        for name in named - by_python - read
-        if not any(it[-1] == "_" and name.startswith(it) for it in read)
+        for name in named - by_python - read_variables
+        if not any(other[-1] == "_" and name.startswith(other) for other in read_variables)
     } == set()

@@ -1,4 +1,4 @@
-"""Ctrl-C while servers say nothing: commands end, whatever their threads wait for."""
+"""An interrupt ends commands while servers say nothing, whatever their threads wait for."""
 
 import fcntl
 import signal
@@ -12,14 +12,16 @@ from tests.launches import environment
 from tests.serving.engines.hostile_server import DRIP, SILENCE, hostile
 from tests.tiny import SMALL, write_inputs
 
-# the imports of a command, which end with it too
+# A command imports its libraries first, which takes most of the time.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 VLLM = "/v1/completions"
 
 
 def check_interrupted(folder, server, num_asked, *arguments):
-    """Within two seconds it says so, with exit code 130; the interpreter takes a while more to
-    end."""
+    """Check that a command reports an interrupt within two seconds, with exit code 130.
+
+    The interpreter takes a while more to end.
+    """
     line, said = [sys.executable, "-m", "specdistill", *arguments], folder / "stderr"
     with (
         said.open("w") as stderr,
@@ -42,7 +44,7 @@ def check_interrupted(folder, server, num_asked, *arguments):
 
 
 @pytest.mark.parametrize("wrong", [SILENCE, DRIP])
-def test_data_make(wrong, tmp_path):
+def test_an_interrupt_ends_data_make_while_a_server_hangs(wrong, tmp_path):
     keys = [
         *write_inputs(tmp_path),
         "data.regenerate.num_tokens=9000",
@@ -62,8 +64,8 @@ def test_data_make(wrong, tmp_path):
         )
 
 
-def test_data_features(tmp_path):
-    """Of a server that answers, and never gives back the lock on what it writes."""
+def test_an_interrupt_ends_data_features_while_a_file_is_locked(tmp_path):
+    """The server answers, and never gives back the lock on what it writes."""
     keys = [
         *write_inputs(tmp_path, num_rows=40),
         "method=eagle3",

@@ -1,5 +1,7 @@
-"""Every command that writes a folder or a release, killed at random moments: nothing half looks
-whole, and it runs to the same end."""
+"""Commands that write a folder or a release survive kills at random moments.
+
+Nothing half looks whole, and the repeated command runs to the same end.
+"""
 
 import shutil
 from pathlib import Path
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.finished_runs import finished_run
 from tests.hub.conftest import NAME
-from tests.kills import contents, survive
+from tests.kills import check_survives_kills, read_files
 from tests.loopback_hub import loopback_hub
 from tests.scripts import specdistill
 from tests.tiny import SMALL, write_inputs
@@ -26,45 +28,51 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where commands write, next to a file of somebody else."""
+    """Return a folder for what commands write, next to a file of somebody else."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "thesis.tex").write_text("mine")
     return tmp_path / "here"
 
 
-def within(folder: Path) -> dict[str, bytes]:
-    return contents(folder) if folder.exists() else {}
+def read_if_there(folder: Path) -> dict[str, bytes]:
+    return read_files(folder) if folder.exists() else {}
 
 
-def test_export(run: Path, folder: Path) -> None:
+def test_kills_leave_exports_whole(run: Path, folder: Path) -> None:
     words = ["export", f"draft={run / 'draft'}", "engine=vllm", f"output_dir={folder / 'out'}"]
-    survive(words, folder, lambda: within(folder / "out"))
+    check_survives_kills(words, folder, lambda: read_if_there(folder / "out"))
     AutoModelForCausalLM.from_pretrained(folder / "out")
 
 
-def test_publish(run: Path, folder: Path, tmp_path: Path) -> None:
+def test_kills_leave_releases_whole(run: Path, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(run, folder / "run")
     words = ["publish", f"run={folder / 'run'}", f"repo={NAME}", "baseline=none", "exports=[vllm]"]
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
 
-        def start() -> None:
+        def restore() -> None:
             hub.create(NAME, {"notes.txt": b"of the team"}, private=True)
             shutil.copytree(tmp_path / "earlier", folder / "run/release")
 
-        def released() -> dict[str, bytes]:
-            there = {name: path.read_bytes() for name, path in hub.files(NAME).items()}
-            assert there.pop("notes.txt") == b"of the team"
+        def read_release() -> dict[str, bytes]:
+            files = {name: path.read_bytes() for name, path in hub.files(NAME).items()}
+            assert files.pop("notes.txt") == b"of the team"
             assert (
                 set(hub.tags(NAME).values()) <= {hub.commits(NAME)[0]}
                 and len(hub.commits(NAME)) <= 2
             )
-            return there
+            return files
 
         assert (
             specdistill(*words, "dry_run=true", f"output_dir={tmp_path / 'earlier'}").returncode
             == 0
         )
-        survive(words, folder, released, lambda: within(folder / "run/release"), reset=start)
+        check_survives_kills(
+            words,
+            folder,
+            read_release,
+            lambda: read_if_there(folder / "run/release"),
+            reset=restore,
+        )
         assert hub.tags(NAME).keys() == {"v1"}
         downloaded = Path(snapshot_download(NAME, revision="v1"))
         assert not HfApi().verify_repo_checksums(NAME, revision="v1").mismatches
@@ -76,23 +84,23 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_data_features(inputs: list[str], folder: Path) -> None:
-    own = [
+def test_kills_leave_feature_stores_whole(inputs: list[str], folder: Path) -> None:
+    store_keys = [
         "hidden_states.mode=hybrid",
         f"hidden_states.path={folder / 'store'}",
         "hidden_states.shard_tokens=256",
     ]
-    words = ["data", "features", *inputs, "method=eagle3", "draft.ttt_steps=2", *SMALL, *own]
-    shards = lambda: {  # noqa: E731
+    words = ["data", "features", *inputs, "method=eagle3", "draft.ttt_steps=2", *SMALL, *store_keys]
+    read_shards = lambda: {  # noqa: E731
         path.name: path.read_bytes() for path in (folder / "store").glob("*.safetensors")
     }
-    survive(words, folder, shards, in_parts=True)
-    for name in shards():
+    check_survives_kills(words, folder, read_shards, in_parts=True)
+    for name in read_shards():
         with safe_open(folder / "store" / name, framework="pt") as file:
             assert file.get_tensor("features").isfinite().all()
 
 
-def test_train(inputs: list[str], folder: Path) -> None:
+def test_kills_leave_trained_drafts_whole(inputs: list[str], folder: Path) -> None:
     words = [
         "train",
         *inputs,
@@ -102,7 +110,9 @@ def test_train(inputs: list[str], folder: Path) -> None:
         "train.save_steps=1",
         "train.eval_steps=1",
     ]
-    survive(
-        [*words, f"train.output_dir={folder / 'run'}"], folder, lambda: within(folder / "run/draft")
+    check_survives_kills(
+        [*words, f"train.output_dir={folder / 'run'}"],
+        folder,
+        lambda: read_if_there(folder / "run/draft"),
     )
     AutoModelForCausalLM.from_pretrained(folder / "run" / "draft")

@@ -1,5 +1,4 @@
-"""Where things stand: tests mirror the package, share only helper modules, and no folder grows past
-what one sees at a glance."""
+"""Tests mirror the package, share only helper modules, and no folder holds too many modules."""
 
 import ast
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ import pytest
 from specdistill.common.project import ROOT
 
 PACKAGE, TESTS = ROOT / "specdistill", ROOT / "tests"
-MOST_MODULES = 15
-VERBS = "specdistill/cli"  # has a file for each verb, however many there are
-# Modules whose tests stand elsewhere, and where. The parts of a method are found by name, through
+MAX_MODULES = 15
+VERBS = "specdistill/cli"  # it has a file for each verb, however many there are
+# The tests of these modules stand elsewhere. The parts of a method are found by name, through
 # the table of methods.
 TESTED_ELSEWHERE = {
     "common/repositories": "hub/test_acquire.py",
@@ -38,8 +37,10 @@ def parse(path: Path) -> ast.Module:
 
 
 def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and the statements in it: imports stand in no expression, and those are most of a
-    file."""
+    """Yield a node and the statements in it.
+
+    Imports stand in no expression, and expressions are most of a file.
+    """
     yield node
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for part in getattr(node, name, ()):
@@ -47,9 +48,11 @@ def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @cache
-def imports(path: Path) -> set[str]:
-    """The modules, and the names in them, that a file imports: `from a import b` is `a` and
-    `a.b`."""
+def list_imports(path: Path) -> set[str]:
+    """Return the modules that a file imports, and the names in them.
+
+    `from a import b` is `a` and `a.b`.
+    """
     found: set[str] = set()
     for node in walk_statements(parse(path)):
         if isinstance(node, ast.Import):
@@ -60,19 +63,19 @@ def imports(path: Path) -> set[str]:
 
 
 def holds_code(path: Path) -> bool:
-    """More than a docstring and imports."""
+    """Return whether a file holds more than a docstring and imports."""
     return any(
         not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr) for node in parse(path).body
     )
 
 
-def dotted(module: str) -> str:
+def to_dotted_name(module: str) -> str:
     return ".".join(("specdistill", *Path(module).parts)).removesuffix(".__init__")
 
 
 @cache
-def helpers() -> dict[str, Path]:
-    """The modules of tests, by name."""
+def find_helpers() -> dict[str, Path]:
+    """Return the modules of tests, by name."""
     return {
         ".".join(("tests", *path.relative_to(TESTS).with_suffix("").parts)): path
         for path in sorted(TESTS.rglob("*.py"))
@@ -80,33 +83,45 @@ def helpers() -> dict[str, Path]:
 
 
 @cache
-def reached(folder: Path) -> set[str]:
-    """The modules of a folder that its tests import, and those that these import of their own
-    folder, and so on."""
-    siblings = {dotted(str(folder / path.stem)): path for path in (PACKAGE / folder).glob("*.py")}
+def find_reached_modules(folder: Path) -> set[str]:
+    """Return the modules of a folder that its tests import.
+
+    Modules of the folder that these import count, too, and so on.
+    """
+    siblings = {
+        to_dotted_name(str(folder / path.stem)): path for path in (PACKAGE / folder).glob("*.py")
+    }
     tests = sorted((TESTS / folder).glob("test_*.py"))
-    imported = {name for test in tests for name in imports(test)}
-    for name, path in helpers().items():
+    imported = {name for test in tests for name in list_imports(test)}
+    for name, path in find_helpers().items():
         if name in imported:
-            imported |= imports(path)
+            imported |= list_imports(path)
     found: set[str] = set()
-    fresh = imported | {dotted(str(folder / test.stem.removeprefix("test_"))) for test in tests}
+    fresh = imported | {
+        to_dotted_name(str(folder / test.stem.removeprefix("test_"))) for test in tests
+    }
     while fresh := (fresh & siblings.keys()) - found:
         found |= fresh
-        fresh = {name for module in fresh for name in imports(siblings[module])}
+        fresh = {name for module in fresh for name in list_imports(siblings[module])}
     return found
 
 
 @pytest.mark.long  # parses every module and every test
 def test_every_module_is_reached_by_the_tests_of_its_folder() -> None:
-    """specdistill/a/b.py by tests/a/test_b.py, or by another file of tests/a that imports it, or a
-    module of specdistill/a that does."""
+    """specdistill/a/b.py is reached by tests/a/test_b.py, or by another file of tests/a.
+
+    That file imports it, or a module of specdistill/a that does.
+    """
     modules = [
         str(path.relative_to(PACKAGE).with_suffix(""))
         for path in PACKAGE.rglob("*.py")
         if holds_code(path)
     ]
-    unreached = {module for module in modules if dotted(module) not in reached(Path(module).parent)}
+    unreached = {
+        module
+        for module in modules
+        if to_dotted_name(module) not in find_reached_modules(Path(module).parent)
+    }
     elsewhere = {
         pattern: {module for module in unreached if fnmatch(module, pattern)}
         for pattern in TESTED_ELSEWHERE
@@ -118,14 +133,14 @@ def test_every_module_is_reached_by_the_tests_of_its_folder() -> None:
 
 
 def test_no_test_module_is_imported() -> None:
-    """What several of them need is a helper module."""
-    borrowed = {
+    """A helper module holds what several test modules need."""
+    imported_tests = {
         f"{path.relative_to(TESTS)}: {name}"
         for path in TESTS.rglob("*.py")
-        for name in imports(path)
+        for name in list_imports(path)
         if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
     }
-    assert borrowed == set()
+    assert imported_tests == set()
 
 
 @pytest.mark.parametrize(
@@ -139,4 +154,4 @@ def test_no_folder_holds_too_many_modules(top: Path, pattern: str) -> None:
         for folder in (top, *(path for path in top.rglob("*") if path.is_dir()))
     }
     counts.pop(VERBS, None)
-    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}

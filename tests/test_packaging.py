@@ -1,5 +1,4 @@
-"""What is shipped and how it is set up: the wheel, the pins, and the commands that people and CI
-run."""
+"""The wheel, the pins, and the commands that people and CI run are as the project states."""
 
 import json
 import os
@@ -35,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def in_repository(folder: str, *endings: str) -> set[str]:
+def list_repository_files(folder: str, *endings: str) -> set[str]:
     files = (
         path
         for path in (ROOT / folder).rglob("*")
@@ -56,15 +55,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
 def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = (
-        in_repository("recipes", ".yaml")
-        | in_repository("accelerate_configs", ".yaml")
-        | in_repository("train", ".py")
+        list_repository_files("recipes", ".yaml")
+        | list_repository_files("accelerate_configs", ".yaml")
+        | list_repository_files("train", ".py")
     )
-    shipped |= in_repository("eval", ".py", ".yaml", ".jsonl")
+    shipped |= list_repository_files("eval", ".py", ".yaml", ".jsonl")
     assert {f"specdistill/_project/{name}" for name in shipped} <= names
     assert "specdistill/py.typed" in names  # type checkers read the package's types
     assert (
-        in_repository(
+        list_repository_files(
             "specdistill",
             ".py",
             ".json",
@@ -82,13 +81,13 @@ def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as pip installs it."""
+    """Return a folder with the package as pip installs it."""
     folder = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
 
 
-def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "specdistill", *arguments]
     return subprocess.run(
         command,
@@ -101,15 +100,15 @@ def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
     assert (site / "specdistill" / "targets" / "pico" / "config.json").is_file()
-    mistake = installed(site, "train", "recipe=pico/eagle3", "draft.layers=1")
+    mistake = run_installed(site, "train", "recipe=pico/eagle3", "draft.layers=1")
     assert mistake.returncode == 2
     assert refused_key(mistake.stderr) == "draft.layers"
 
 
 @pytest.mark.long  # two more processes
 def test_wheel_knows_its_version_and_its_recipes(site: Path, in_empty_folder: Path):
-    assert installed(site, "--version").stdout == f"specdistill {__version__}\n"
-    assert "specdistill train recipe=pico/eagle3" in installed(site, "train", "--help").stdout
+    assert run_installed(site, "--version").stdout == f"specdistill {__version__}\n"
+    assert "specdistill train recipe=pico/eagle3" in run_installed(site, "train", "--help").stdout
 
 
 @pytest.mark.long  # two launched processes
@@ -126,7 +125,7 @@ def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty
         "draft.ttt_steps=1",
         "train.max_steps=1",
     ]
-    result = installed(
+    result = run_installed(
         site,
         "train",
         "recipe=pico/eagle3",
@@ -141,11 +140,11 @@ def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty
         f" --config_file={site}/specdistill/_project/accelerate_configs/ddp.yaml " in result.stderr
     )
     script, *_ = json.loads(Path("run/run/provenance.json").read_text(encoding="utf-8"))["command"]
-    # of the package, as the line above says; no place of a machine is recorded
+    # A script of the package, as the line above says. Its path on the machine is not recorded.
     assert script == "eagle.py"
     assert Path("run/draft/model.safetensors").is_file()
-    # What every process finds is said once, and its exit code is the launch's.
-    again = installed(
+    # An error of all processes is printed once, and its exit code is that of the launch.
+    second_run = run_installed(
         site,
         "train",
         "recipe=pico/eagle3",
@@ -154,19 +153,21 @@ def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty
         "train.output_dir=run",
         *keys,
     )
-    assert again.returncode == 2
-    assert refused_key(again.stderr) == "train.output_dir"
+    assert second_run.returncode == 2
+    assert refused_key(second_run.stderr) == "train.output_dir"
 
 
-def pins() -> dict[str, str]:
+def read_pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(name): version for name, version in pinned}
 
 
-def declared() -> list[Requirement]:
-    """All but those of an engine's environment, which has pins of its own, and of trackers that
-    only some install."""
+def read_requirements() -> list[Requirement]:
+    """Return all requirements but those of engines and trackers.
+
+    An engine's environment has pins of its own, and only some install trackers.
+    """
     optional = PYPROJECT["project"]["optional-dependencies"]
     extras = [needs for name, needs in optional.items() if name not in {"vllm", "trackio", "wandb"}]
     groups = [PYPROJECT["build-system"]["requires"], PYPROJECT["project"]["dependencies"], *extras]
@@ -174,8 +175,8 @@ def declared() -> list[Requirement]:
 
 
 def test_constraints_pin_every_dependency_within_its_range():
-    pinned = {need: pins().get(canonicalize_name(need.name)) for need in declared()}
-    assert "+" not in pins()["torch"]  # any build will do
+    pinned = {need: read_pins().get(canonicalize_name(need.name)) for need in read_requirements()}
+    assert "+" not in read_pins()["torch"]  # any build will do
     assert [
         str(need)
         for need, version in pinned.items()
@@ -184,11 +185,10 @@ def test_constraints_pin_every_dependency_within_its_range():
 
 
 def test_constraints_pin_what_the_dependencies_need():
-    """Every requirement of every pinned package that is installed is pinned too, so that no set-up
-    differs from another."""
+    """Every requirement of every installed pinned package is pinned, so that set-ups are equal."""
     from importlib.metadata import PackageNotFoundError, requires
 
-    pinned, unpinned = pins(), set()
+    pinned, unpinned = read_pins(), set()
     for name in pinned:
         try:
             needs = [Requirement(line) for line in requires(name) or []]
@@ -213,9 +213,11 @@ def test_citation_has_this_version():
     assert citation["version"] == __version__
 
 
-def make(*arguments: str) -> list[str]:
-    """The lines that make prints when a person starts it: what a surrounding `make test` hands down
-    is removed."""
+def run_make(*arguments: str) -> list[str]:
+    """Return the lines that make prints when a person starts it.
+
+    What a surrounding `make test` hands down is removed.
+    """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
     }
@@ -226,7 +228,7 @@ def make(*arguments: str) -> list[str]:
 
 
 def test_pre_commit_runs_what_ci_lints():
-    lint = make("--dry-run", "--old-file=.venv/.ready", "lint")
+    lint = run_make("--dry-run", "--old-file=.venv/.ready", "lint")
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert [hook["entry"] for repository in config["repos"] for hook in repository["hooks"]] == lint
 
@@ -248,7 +250,7 @@ def test_ci_runs_lint_and_the_readme_s_test_command():
 def test_help_lists_every_target_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
-    assert [line.split()[1] for line in make()] == targets
+    assert [line.split()[1] for line in run_make()] == targets
 
 
 def test_readme_installs_with_commands_of_the_makefile():
@@ -265,17 +267,17 @@ def test_the_gpu_tests_run_without_the_development_extras():
         re.split(r"[>=]", entry)[0].replace("-", "_")
         for entry in PYPROJECT["project"]["optional-dependencies"]["dev"]
     ]
-    lacking = [*extras, "importlinter", "xdist", "_hypothesis_pytestplugin"]
-    lacking.remove("pytest")
+    missing_modules = [*extras, "importlinter", "xdist", "_hypothesis_pytestplugin"]
+    missing_modules.remove("pytest")
     code = (
-        f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking}));"
+        f"import sys, pytest; sys.modules.update(dict.fromkeys({missing_modules}));"
         " sys.exit(pytest.main(['-m', 'gpu', '-q', '--collect-only']))"
     )
-    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=alone,
+        env=environment,
         capture_output=True,
         text=True,
         check=False,

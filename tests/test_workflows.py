@@ -1,5 +1,7 @@
-"""The CI workflow that judges and publishes drafts: its callers give inputs that it has, and every
-command in it is one that exists."""
+"""The CI workflow that judges and publishes drafts.
+
+Its callers give inputs that it has, and every command in it is one that exists.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ GATE = yaml.safe_load((FOLDER / "release-gate.yml").read_text(encoding="utf-8"))
 # YAML 1.1 reads the key `on` as true.
 CALL = GATE[True]["workflow_call"]
 (STEPS,) = (job["steps"] for job in GATE["jobs"].values())
-# Who calls it: this repository, and the examples for others.
+# The callers: this repository, and the examples for others.
 PAGE = (ROOT / "docs" / "github-actions.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```yaml\n(# \.github.*?)```", PAGE, re.DOTALL)
 CALLERS = {
@@ -49,21 +51,24 @@ with open({record!r}, "a") as file:
 
 @dataclass(frozen=True)
 class Event:
-    """What starts the workflow, and who calls it with which inputs."""
+    """An event that starts the workflow, and the inputs of its caller."""
 
-    given: Mapping[str, Any]
+    caller_inputs: Mapping[str, Any]
     pull_request: bool
     tag: str = ""
 
     @property
     def inputs(self) -> dict[str, Any]:
         return {
-            name: self.given.get(name, declared.get("default", ""))
+            name: self.caller_inputs.get(name, declared.get("default", ""))
             for name, declared in CALL["inputs"].items()
         }
 
-    def holds(self, condition: str) -> bool:
-        """An `if` of a step, while no step has failed. One that is not here is an error."""
+    def is_true(self, condition: str) -> bool:
+        """Return whether an `if` of a step is true, while no step has failed.
+
+        One that is not listed here is an error.
+        """
         from_here = "github.event.pull_request.head.repo.full_name == github.repository"
         return {
             "always()": True,
@@ -74,9 +79,11 @@ class Event:
             ),
         }[condition]
 
-    def filled_in(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """An `env` section as GitHub would fill it in. An expression that is not here is an
-        error."""
+    def fill_in(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return an `env` section as GitHub would fill it in.
+
+        An expression that is not listed here is an error.
+        """
         values = {
             **{
                 f"inputs.{name}": str(value).lower() if isinstance(value, bool) else str(value)
@@ -101,9 +108,11 @@ class Event:
         }
 
 
-def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[list[str]]:
-    """What every step runs, as the shell passes it on: the program's name and its arguments.
-    report: what `eval` left as report.md."""
+def run_steps(event: Event, folder: Path, report: str = "# Passed\n") -> list[list[str]]:
+    """Run every step and return its commands: the program's name and its arguments.
+
+    The arguments are as the shell passes them on. report: what `eval` left as report.md.
+    """
     record = folder / "commands"
     for name in ("python", "gh", ".venv/bin/pip", ".venv/bin/specdistill"):
         program = folder / name
@@ -111,7 +120,7 @@ def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[lis
         program.write_text(RECORDER.format(record=str(record)))
         program.chmod(0o755)
     (job,) = GATE["jobs"].values()
-    variables = event.filled_in(job["env"])
+    variables = event.fill_in(job["env"])
     (folder / variables["RUN"] / "report").mkdir(parents=True)
     (folder / variables["RUN"] / "report" / "report.md").write_text(report, encoding="utf-8")
     variables |= {
@@ -120,21 +129,24 @@ def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[lis
     }
     variables |= {"RUNNER_TEMP": str(folder)}
     for step in STEPS:
-        if "run" in step and event.holds(step.get("if", "always()")):
-            surroundings = variables | event.filled_in(step.get("env", {}))
+        if "run" in step and event.is_true(step.get("if", "always()")):
+            surroundings = variables | event.fill_in(step.get("env", {}))
             shell = ["bash", "-euo", "pipefail", "-c", step["run"]]
             subprocess.run(shell, cwd=folder, check=True, env=surroundings, timeout=60)
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 
-def recipe_of(command: list[str]) -> Recipe:
-    """The recipe that a command's keys stand for; raises UserError for one that is not accepted."""
+def load_command_recipe(command: list[str]) -> Recipe:
+    """Return the recipe that a command's keys stand for.
+
+    Raises UserError for one that is not accepted.
+    """
     script = load_script("eval/run.py")
     return load_recipe(Recipe, select_recipe_keys(command, script.SHORTHANDS))
 
 
 @pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS)
-def test_a_caller_gives_inputs_and_rights_that_the_workflow_asks_for(
+def test_a_caller_gives_the_inputs_and_rights_that_the_workflow_needs(
     caller: dict[Any, Any],
 ) -> None:
     assert caller["permissions"] == {"contents": "read", "pull-requests": "write"}
@@ -164,7 +176,7 @@ def test_the_page_has_every_input_and_its_default() -> None:
 
 def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_path: Path) -> None:
     event = Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True)
-    ran = commands(event, tmp_path)
+    ran = run_steps(event, tmp_path)
     assert [command[:2] for command in ran] == [
         ["python", "-m"],
         ["pip", "install"],
@@ -172,7 +184,7 @@ def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_pa
         ["specdistill", "eval"],
         ["gh", "pr"],
     ]
-    trained = recipe_of(ran[2][2:])
+    trained = load_command_recipe(ran[2][2:])
     assert (
         trained.train["output_dir"] == "runs/release-gate"
         and (SUITES / f"{trained.eval.suite}.yaml").is_file()
@@ -192,14 +204,14 @@ def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_pa
     assert uploads == ["${{ env.RUN }}/report"]
 
 
-def test_a_comment_is_as_long_as_github_takes(tmp_path: Path) -> None:
+def test_a_comment_is_cut_to_the_length_that_github_takes(tmp_path: Path) -> None:
     report = simulated_report(simulate(8))
     report["results"] += [
         {**report["results"][1], "category": f"catégorie {number}"} for number in range(2000)
     ]
     report["gate"] = {"verdict": "passed", "passed": True, "rules": []}
     whole = to_markdown(report)
-    ran = commands(
+    ran = run_steps(
         Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True), tmp_path, whole
     )
     comment, last = Path(ran[-1][-1]).read_text(encoding="utf-8").split("\n\nCut here: ")
@@ -224,7 +236,7 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
         # An absolute folder of the runner stands here inside the test's.
         event = Event({**given, "run": str(folder / "my run")}, pull_request=not tag, tag=tag)
         ran = [
-            command for command in commands(event, folder) if command[0] in ("specdistill", "gh")
+            command for command in run_steps(event, folder) if command[0] in ("specdistill", "gh")
         ]
         assert ran[0] == [
             *(
@@ -238,15 +250,15 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
         assert len(ran) == 2 and ran[1][0] == last
     assert ran[1] == ["specdistill", "publish", f"run={folder}/my run", "repo=org/name", "tag=v2"]
     first = Event({**shown, "run": str(tmp_path / "first")}, pull_request=False, tag="v1")
-    assert commands(first, tmp_path / "first")[-1][-2:] == ["tag=v1", "baseline=none"]
+    assert run_steps(first, tmp_path / "first")[-1][-2:] == ["tag=v1", "baseline=none"]
 
 
-def test_the_caller_gives_what_its_recipe_cannot(tmp_path: Path) -> None:
-    """To every command that reads the recipe, which would refuse its word."""
+def test_every_command_that_reads_the_recipe_gets_the_consent_of_the_caller(tmp_path: Path) -> None:
+    """These commands would refuse a recipe that trusts code without it."""
     given = {"recipe": "mine.yaml", "install": ".", "repo": "org/name", "trust_remote_code": True}
     event = Event({**given, "engine_command": "/opt/my vllm serve"}, pull_request=False, tag="v2")
     trained, measured, published = [
-        command for command in commands(event, tmp_path) if command[0] == "specdistill"
+        command for command in run_steps(event, tmp_path) if command[0] == "specdistill"
     ]
     for command in (trained, measured):
         assert command[-2:] == [TRUST, "eval.engine_command=/opt/my vllm serve"]
@@ -259,13 +271,13 @@ def test_the_caller_gives_what_its_recipe_cannot(tmp_path: Path) -> None:
     ]
 
 
-def test_what_people_type_reaches_the_shell_as_variables_only() -> None:
+def test_typed_inputs_reach_the_shell_as_variables_only() -> None:
     """`${{ … }}` inside a script would be run as code."""
     for step in STEPS:
         assert "${{" not in step.get("run", "")
 
 
-def test_the_token_that_may_write_is_in_the_step_that_publishes_alone() -> None:
+def test_only_the_step_that_publishes_has_the_token_that_may_write() -> None:
     tokens = {
         step["name"]: step["env"]["HF_TOKEN"] for step in STEPS if "HF_TOKEN" in step.get("env", {})
     }
@@ -276,7 +288,7 @@ def test_the_token_that_may_write_is_in_the_step_that_publishes_alone() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yml")), ids=lambda path: path.stem)
-def test_a_workflow_says_its_rights_and_pins_what_it_uses(path: Path) -> None:
+def test_a_workflow_states_its_rights_and_pins_its_actions(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     for job in workflow["jobs"].values():
         assert {"contents": "read"}.items() <= (
@@ -290,8 +302,8 @@ def test_a_workflow_says_its_rights_and_pins_what_it_uses(path: Path) -> None:
                 }
 
 
-def test_what_may_publish_runs_nothing_of_the_repository() -> None:
-    """An identity token is given to jobs that hand on what another job built."""
+def test_a_job_that_may_publish_runs_nothing_of_the_repository() -> None:
+    """Only jobs that hand on what another job built get an identity token."""
     for path in FOLDER.glob("*.yml"):
         for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
             if "id-token" in job.get("permissions", {}):
@@ -300,14 +312,14 @@ def test_what_may_publish_runs_nothing_of_the_repository() -> None:
                 ), path
 
 
-def test_ci_runs_what_any_machine_runs() -> None:
+def test_ci_runs_the_script_that_any_machine_runs() -> None:
     (job,) = yaml.safe_load((FOLDER / "ci.yml").read_text(encoding="utf-8"))["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"] and os.access(
         ROOT / ".ci/run", os.X_OK
     )
 
 
-def test_the_report_is_shown_also_when_the_gate_fails_and_nothing_is_published_then() -> None:
+def test_a_failed_gate_still_shows_the_report_and_publishes_nothing() -> None:
     names = [step.get("name", step.get("uses")) for step in STEPS]
     after = STEPS[names.index("Measure and judge") + 1 :]
     assert len(after) == 4

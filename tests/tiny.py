@@ -1,5 +1,4 @@
-"""Tiny random models and tokenizers: enough for every distribution that does not need a trained
-target."""
+"""Tiny random models and tokenizers, for tests that need no trained target."""
 
 import json
 from collections.abc import Sequence
@@ -38,8 +37,10 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 def tiny_target_model(
     num_layers: int = 4, hidden_size: int = 64, vocab_size: int = 260, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A random Llama with heads of 32 and twice as many query as key/value heads. Its greedy output
-    neither ends nor repeats at once."""
+    """Return a random Llama with heads of 32 and twice as many query as key/value heads.
+
+    Its greedy output neither ends nor repeats at once.
+    """
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -61,7 +62,10 @@ def tiny_target_model(
 
 
 def qwen() -> Qwen3ForCausalLM:
-    """Tied embeddings, norms on queries and keys, layers of two kinds, two groups of two heads."""
+    """Return a random model with tied embeddings and norms on queries and keys.
+
+    It has layers of two kinds, and two groups of two heads.
+    """
     config = Qwen3Config(
         vocab_size=260,
         hidden_size=64,
@@ -92,7 +96,7 @@ def qwen() -> Qwen3ForCausalLM:
 
 
 def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a byte after the special ones; 260 in all."""
+    """Return a tokenizer with one token a byte after the special ones; 260 in all."""
     vocabulary = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[])
@@ -111,7 +115,10 @@ def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def packed_rows(rows: Sequence[Sequence[int]]) -> Dataset:
-    """Rows of token ids as training reads them: each one document, with a loss at every token."""
+    """Return rows of token ids as training reads them.
+
+    Each row is one document, with a loss at every token.
+    """
     columns = {
         "input_ids": [list(row) for row in rows],
         "loss_mask": [[1] * len(row) for row in rows],
@@ -122,14 +129,14 @@ def packed_rows(rows: Sequence[Sequence[int]]) -> Dataset:
 
 
 def write_target(folder: Path, **sizes: int) -> Path:
-    """A tiny target in a folder, which is returned."""
+    """Write a tiny target into a folder, and return the folder."""
     tiny_target_model(**sizes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def save_adapter(folder: Path, base: str, *, model: Any = None, **sizes: Any) -> Any:
-    """A LoRA adapter with updates that are not zero; returns the adapted model."""
+    """Save a LoRA adapter with updates that are not zero, and return the adapted model."""
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
     )
@@ -140,14 +147,13 @@ def save_adapter(folder: Path, base: str, *, model: Any = None, **sizes: Any) ->
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.1)
     adapted.peft_config["default"].base_model_name_or_path = base
-    # "auto" asks the Hub about the base
+    # "auto" would ask the Hub about the base.
     adapted.save_pretrained(folder, save_embedding_layers=False)
     return adapted.eval()
 
 
 def write_inputs(folder: Path, num_rows: int = 60, **sizes: int) -> list[str]:
-    """A tiny target and texts to train on, as files of a folder; the keys of a recipe that name
-    them."""
+    """Write a tiny target and texts to train on, and return the keys of a recipe that name them."""
     write_target(folder / "model", **sizes)
     rows = [
         json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."})
@@ -169,8 +175,11 @@ def input_keys(folder: Path) -> list[str]:
 
 
 def twins() -> FrozenTarget:
-    """A target whose every choice is a near-tie: the vocabulary's second half are twins of the
-    first, a few roundings apart."""
+    """Return a target whose every choice is a near-tie.
+
+    The tokens of the vocabulary's second half are twins of those of the first, a few roundings
+    apart.
+    """
     model = tiny_target_model()
     model.generation_config.eos_token_id = []
     head = model.lm_head.weight.data

@@ -1,4 +1,4 @@
-"""The Python interface: its names, and that each call does what the command does."""
+"""The Python interface: its names are stable, and each call does what the command does."""
 
 import inspect
 import json
@@ -70,8 +70,8 @@ QUICK = {"max_new_tokens": 8, "repeats": 1, "warmup": 0, "sampling_draws": 0}
 PROMPT = "Row 7 says"
 
 
-def signature(name: str) -> str:
-    """Of a name, without its types."""
+def format_signature(name: str) -> str:
+    """Return the signature of a name, without its types."""
     found = inspect.signature(getattr(specdistill, name))
     bare = [
         parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()
@@ -80,7 +80,7 @@ def signature(name: str) -> str:
 
 
 def test_names_and_signatures_are_those_that_users_rely_on() -> None:
-    assert {name: signature(name) for name in SIGNATURES} == SIGNATURES
+    assert {name: format_signature(name) for name in SIGNATURES} == SIGNATURES
     assert sorted(specdistill.__all__) == sorted(specdistill.api.__all__) == list(SIGNATURES)
     package = ROOT / "specdistill"
     assert [
@@ -111,7 +111,7 @@ def test_importing_the_package_imports_nothing_slow() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target, rows to train on, and a suite."""
+    """Return a folder with a tiny target, rows to train on, and a suite."""
     path = tmp_path_factory.mktemp("work")
     write_inputs(path)
     rows = [{"id": str(number), "prompt": f"Row {number} says {number} "} for number in range(4)]
@@ -121,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def data(folder: Path) -> dict[str, Any]:
+def build_data_section(folder: Path) -> dict[str, Any]:
     return {
         "cache_dir": folder / "cache",
         "max_length": 64,
@@ -132,25 +132,25 @@ def data(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """A run that Python has trained."""
+    """Return a run that Python has trained."""
     sections = {
         "method": "eagle3",
         "target": {"model": folder / "model"},
         "draft": {"ttt_steps": 1},
     }
-    own = {
-        "data": {**data(folder), "source": folder / "rows.jsonl"},
+    keywords = {
+        "data": {**build_data_section(folder), "source": folder / "rows.jsonl"},
         "train": {**TRAIN, "output_dir": folder / "run"},
     }
-    return train(sections, eval={**QUICK, "suite": folder / "suite.jsonl"}, **own)
+    return train(sections, eval={**QUICK, "suite": folder / "suite.jsonl"}, **keywords)
 
 
-def weights(run: Path) -> bytes:
+def read_weights(run: Path) -> bytes:
     return (run / "draft" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.long  # trains once more
-def test_train_trains_the_draft_of_the_command(run: Path, folder: Path, tmp_path: Path) -> None:
+def test_train_gives_the_draft_of_the_command(run: Path, folder: Path, tmp_path: Path) -> None:
     keys = [
         *input_keys(folder),
         *SMALL,
@@ -159,10 +159,10 @@ def test_train_trains_the_draft_of_the_command(run: Path, folder: Path, tmp_path
         f"train.output_dir={tmp_path / 'run'}",
     ]
     assert command("train", *keys).returncode == 0
-    assert weights(run) == weights(tmp_path / "run")
+    assert read_weights(run) == read_weights(tmp_path / "run")
 
 
-class Counting(TrainerCallback):
+class StepCounter(TrainerCallback):
     steps = 0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -177,16 +177,16 @@ def test_a_draft_trainer_trains_on_rows_in_memory_as_on_those_of_a_file(
         for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     config = DraftConfig(
-        tmp_path / "runs" / "mine", draft={"ttt_steps": 1}, data=data(folder), **TRAIN
+        tmp_path / "runs" / "mine", draft={"ttt_steps": 1}, data=build_data_section(folder), **TRAIN
     )
-    counting = Counting()
+    step_counter = StepCounter()
     trainer = DraftTrainer(
-        "eagle3", folder / "model", config, Dataset.from_list(rows), callbacks=[counting]
+        "eagle3", folder / "model", config, Dataset.from_list(rows), callbacks=[step_counter]
     )
     assert not (tmp_path / "runs").exists()  # nothing is written before it trains
     assert trainer.train() == tmp_path / "runs" / "mine"
-    assert counting.steps == 2
-    assert weights(tmp_path / "runs" / "mine") == weights(run)
+    assert step_counter.steps == 2
+    assert read_weights(tmp_path / "runs" / "mine") == read_weights(run)
     recipe = load_recipe(Recipe, build_arguments(tmp_path / "runs" / "mine", {}))
     kept = tmp_path / "runs" / "mine.jsonl"
     assert recipe.model_dump()["data"]["source"] == str(kept)
@@ -244,7 +244,7 @@ def test_drafts_without_a_recipe_are_measured_and_compared(folder: Path, tmp_pat
     )
 
 
-def test_a_draft_writes_what_transformers_writes_without_it(run: Path, folder: Path) -> None:
+def test_a_draft_generates_what_transformers_generates_without_it(run: Path, folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokens = AutoTokenizer.from_pretrained(folder / "model")(PROMPT, return_tensors="pt")
     plain = model.generate(**tokens, max_new_tokens=16, do_sample=False)
@@ -254,18 +254,20 @@ def test_a_draft_writes_what_transformers_writes_without_it(run: Path, folder: P
         model.generate(**tokens, max_new_tokens=16, do_sample=False, custom_generate=draft), plain
     )
 
-    for of in (
+    for model_or_draft in (
         draft,
         load_draft("ngram", load_target(folder / "model"), ngram={"max": 3}),
         draft.target,
     ):
-        done = generate(of, PROMPT, max_new_tokens=16, num_speculative_tokens=3)
+        done = generate(model_or_draft, PROMPT, max_new_tokens=16, num_speculative_tokens=3)
         assert [*done.prompt_ids, *done.token_ids] == plain[0].tolist()
         assert done.text == draft.target.tokenizer.decode(
             plain[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True
         )
         assert sum(len(each.emitted) for each in done.rounds) == len(done.token_ids) - 1
-        assert max(len(each.drafted) for each in done.rounds) == (0 if of is draft.target else 3)
+        assert max(len(each.drafted) for each in done.rounds) == (
+            0 if model_or_draft is draft.target else 3
+        )
     sampled = [
         generate(draft, done.prompt_ids, max_new_tokens=16, temperature=1.0, seed=seed).text
         for seed in (1, 1, 2)
@@ -273,7 +275,7 @@ def test_a_draft_writes_what_transformers_writes_without_it(run: Path, folder: P
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
+def test_arguments_mean_what_they_mean_in_a_recipe(tmp_path: Path) -> None:
     train = {
         "output_dir": Path("a b"),
         "learning_rate": 1e-5,
@@ -293,7 +295,7 @@ def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
     assert recipe.loss.divergence == over["loss"]["divergence"]
     with pytest.raises(TypeError, match="PathLike"):
         build_arguments({"data": {"source": Dataset.from_list([{"text": "a"}])}}, {})
-    # Somebody's code runs for who says so in the call, not for a file that does
+    # A call may allow somebody's code to run; a file may not.
     (tmp_path / "mine.yaml").write_text(
         "target: {model: pico, trust_remote_code: true}\ntrain: {output_dir: runs/a}\n"
     )
@@ -304,7 +306,7 @@ def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
     )
 
 
-def test_mistakes_are_refused_by_the_key(run: Path, folder: Path, tmp_path: Path) -> None:
+def test_mistakes_are_refused_by_their_key(run: Path, folder: Path, tmp_path: Path) -> None:
     target = load_target(folder / "model")
     with refused("target.dtpye"):
         load_target("pico", dtpye="float32")

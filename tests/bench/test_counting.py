@@ -1,4 +1,4 @@
-"""Counts as engines make them: the last round whole, stop tokens ignored."""
+"""bench/counting.py counts as engines do: the last round whole, stop tokens ignored."""
 
 from bench.counting import (
     Counts,
@@ -13,7 +13,7 @@ from tests.proposers import FirstTokens, ModelProposer, tiny_target
 PROMPTS = [[5, 9, 20], [40, 41, 42, 43]]
 
 
-def test_the_last_round_counts_what_lies_past_the_limit():
+def test_the_last_round_is_counted_whole_past_the_length_limit():
     target = tiny_target()
     ignore_stop_tokens(target)
     texts = generate_here(
@@ -33,7 +33,7 @@ def test_the_last_round_counts_what_lies_past_the_limit():
     )
 
 
-def test_rounds_that_draft_nothing_are_no_drafts():
+def test_rounds_that_draft_nothing_are_not_counted_as_drafts():
     class Every2nd(ModelProposer):
         def after(self, text, *arguments):
             return super().after(text, *arguments) if len(text) % 2 else Proposal([])

@@ -1,5 +1,7 @@
-"""What is counted of a GPU's work, counted of a CPU's; the record itself takes the CUDA build of
-torch (make cuda-check)."""
+"""The kernels and waits that bench/cuda_check.py counts, here of operations on a CPU.
+
+A new record needs the CUDA build of torch (make cuda-check).
+"""
 
 import json
 from dataclasses import replace
@@ -15,7 +17,7 @@ from tests.scripts import load_script
 cuda_check: Any = load_script("bench/cuda_check.py")
 
 
-def test_operations_that_write_are_kernels_and_what_depends_on_data_is_waited_for():
+def test_operations_that_write_count_as_kernels_and_data_dependent_ones_as_waits():
     with FakeTensorMode():
         x, mask = torch.empty(4, 8), torch.empty(4, dtype=torch.bool)
         with cuda_check.LaunchLedger("cpu") as ledger:
@@ -28,7 +30,7 @@ def test_operations_that_write_are_kernels_and_what_depends_on_data_is_waited_fo
         assert cuda_check.format_counts(ledger)["waits"] == 1
 
 
-def test_nothing_is_waited_for_in_the_record_of_training():
+def test_the_record_of_training_has_no_waits():
     record = json.loads(cuda_check.RECORD.read_text())
     assert {
         name: counts["waits"]
@@ -38,17 +40,17 @@ def test_nothing_is_waited_for_in_the_record_of_training():
     assert len(record) == 10
 
 
-def test_a_target_without_content_is_where_its_tensors_are() -> None:
-    """And not where the small one is that it was tried with: rows are moved to its device."""
+def test_a_target_without_weights_is_on_the_device_of_its_tensors() -> None:
+    """Rows are moved to the target's device, not to that of the small target it was tried with."""
     target = cuda_check.TARGET.weightless
     assert target.device == target.lm_head.weight.device == torch.device("meta")
 
 
 @pytest.mark.long  # passes of an 8B target's width, operation by operation
-# of a tensor without content, which has none
+# a tensor without content has no data pointer
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer:UserWarning")
 def test_every_part_of_decoding_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is counted with CUDA's build: does the library still have what it calls?"""
+    """Check without a GPU that the library still has everything that the CUDA count calls."""
     config = LlamaConfig.from_dict({**cuda_check.TARGET.config.to_dict(), "num_hidden_layers": 6})
     monkeypatch.setattr(cuda_check, "TARGET", replace(cuda_check.TARGET, config=config))
     monkeypatch.setitem(cuda_check.DRAFT_MODEL, "num_hidden_layers", 1)

@@ -1,5 +1,4 @@
-"""The operating characteristic of the release gate: simulated releases with a known change, made of
-what was measured on pico."""
+"""Simulated releases with a known change, made of measurements on pico, and the gate's verdicts."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ RULES = {rule.metric: rule for rule in load_gate("release") if rule.requirement 
 def test_a_true_drop_by_the_margin_fails_and_no_change_passes(
     name: str, margin: float, num_prompts: int
 ) -> None:
-    """With the numbers of prompts that docs/gate.md states."""
+    """The numbers of prompts are those that docs/gate.md states."""
     population = POPULATIONS[name]
     rule = RULES[population.metric]
     assert rule.threshold == margin and f"**{num_prompts}" in bench.PAGE.read_text(encoding="utf-8")
@@ -55,15 +54,14 @@ def test_a_simulated_release_has_the_change_that_it_says(name: str, change: floa
     assert all((column >= 0).all() for column in after.values())
 
 
-def test_the_gate_itself_says_the_same() -> None:
-    """The script decides from columns; here the same releases are reports, and the gate reads
-    those."""
+def test_the_gate_reaches_the_verdicts_of_the_script() -> None:
+    """The script decides from columns; the gate decides from reports of the same releases."""
     population, rule = POPULATIONS["eagle3 to eagle"], RULES["mean_acceptance_length"]
     report = simulated_report(simulate(2))
     for true_change in (0.0, -0.2):
         after, before = population.release(true_change, 40, np.random.default_rng(3))
         sides = [
-            Evidence(report, [record_of(table, index) for index in range(40)])
+            Evidence(report, [build_record(table, index) for index in range(40)])
             for table in (after, before)
         ]
         (result,) = decide([rule], *sides)["rules"]
@@ -76,8 +74,8 @@ def test_the_gate_itself_says_the_same() -> None:
         )
 
 
-def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:
-    """A prompt with these numbers of rounds and of accepted tokens, four drafted in each round."""
+def build_record(table: dict[str, np.ndarray], index: int) -> PromptRecord:
+    """Return a prompt with these numbers of rounds and accepted tokens; each round drafts four."""
     drafts = int(table["num_rounds"][index])
     accepted = int(table["num_tokens"][index]) - 1 - drafts
     counts = [accepted // drafts + (number < accepted % drafts) for number in range(drafts)]

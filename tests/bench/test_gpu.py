@@ -1,6 +1,7 @@
-"""make gpu without a GPU: each part is ended at its limit, what fails is named, the next ones run.
+"""make gpu ends each part at its time limit, names the parts that fail and runs the next ones.
 
-The parts here are stand-ins that take no time; the last test takes the real ones, at tiny shapes.
+No GPU is needed: the parts here are stand-ins that take no time; the last test runs the real ones,
+at tiny shapes.
 """
 
 import json
@@ -13,7 +14,7 @@ import pytest
 
 from bench import gpu, gpu_parts, gpu_wheels
 from specdistill.common.errors import ExitCode, ResourceError
-from tests.documented import read
+from tests.documented import read_page
 
 # What a stand-in does after it has written {"first": 1}. `results` is its file.
 BEHAVIOURS = {
@@ -31,7 +32,7 @@ SCRIPT = (
     "import json, os, subprocess, sys, time; results = open({path!r}, 'a', 1);"
     " results.write('{{\"first\": 1}}\\n'); {behaviour}"
 )
-# A part of bench/gpu_parts.py, in whose place a function stands that measures something first.
+# bench/gpu_parts.py with one part replaced by a function that measures something, then breaks.
 BROKEN_PART = """
 import sys, time
 from bench import gpu_parts
@@ -52,11 +53,13 @@ WHAT_FAILS = {
 def run_stand_ins(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *behaviours: str, **keys: Any
 ) -> tuple[ExitCode, dict[str, Any]]:
-    """Run parts that behave so, under the names of the first parts; returns the exit code and the
-    JSON by behaviour."""
+    """Run stand-ins with these behaviours under the names of the first parts.
+
+    Returns the exit code and the results by behaviour.
+    """
     names = dict(zip(NAMES, behaviours, strict=False))
 
-    def part_command(name: str, options: Any, path: Path) -> list[str]:
+    def build_stand_in_command(name: str, options: Any, path: Path) -> list[str]:
         return [
             sys.executable,
             "-S",
@@ -64,7 +67,7 @@ def run_stand_ins(
             SCRIPT.format(path=str(path), behaviour=BEHAVIOURS[names[name]]),
         ]
 
-    monkeypatch.setattr(gpu, "build_part_command", part_command)
+    monkeypatch.setattr(gpu, "build_part_command", build_stand_in_command)
     monkeypatch.setattr(gpu, "PARTS", {name: gpu.Part("", 1, 1) for name in names})
     code = gpu.main(gpu.Options(small=True, output_dir=str(folder), **keys))
     (path,) = folder.glob("*.json")
@@ -73,7 +76,7 @@ def run_stand_ins(
 
 
 @pytest.mark.parametrize("behaviour", WHAT_FAILS)
-def test_a_part_that_fails_is_named_and_survived(
+def test_a_part_that_fails_is_named_and_the_next_one_runs(
     behaviour: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -112,14 +115,14 @@ def test_each_part_is_written_before_the_next_one_starts(
     assert json.loads(line.removeprefix("read "))["ceilings"]["second"] == 2
 
 
-def test_named_parts_are_added_and_all_parts_begin_anew(
+def test_named_parts_are_added_to_the_results_and_all_parts_replace_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _, results = run_stand_ins(monkeypatch, tmp_path, "works", "says NaN")
     _, added = run_stand_ins(monkeypatch, tmp_path, "works", "says NaN", parts=["ceilings"])
     assert added["says NaN"] == results["says NaN"]
-    _, anew = run_stand_ins(monkeypatch, tmp_path, "works")
-    assert list(anew) == ["works"]
+    _, new_results = run_stand_ins(monkeypatch, tmp_path, "works")
+    assert list(new_results) == ["works"]
 
 
 def test_no_part_starts_when_the_time_is_over(
@@ -134,7 +137,9 @@ def test_the_last_part_gets_the_time_that_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code, results = run_stand_ins(monkeypatch, tmp_path, "works", "is slow", short=True)
-    assert code == ExitCode.DONE and results["is slow"]["second"] == 2  # at a limit of one second
+    assert (
+        code == ExitCode.DONE and results["is slow"]["second"] == 2
+    )  # its own limit is one second
 
 
 def test_the_short_form_fits_nine_minutes() -> None:
@@ -156,13 +161,13 @@ def test_a_machine_without_a_gpu_is_refused(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_part_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.run(gpu.main, gpu.Options, ["parts=[trian]"]) == ExitCode.USER_ERROR
     assert "trian" in capsys.readouterr().err
 
 
-def test_the_page_states_plan_and_size() -> None:
-    text = read(gpu.PAGE)
+def test_the_page_states_the_plan_and_the_size_of_the_wheels() -> None:
+    text = read_page(gpu.PAGE)
     assert gpu.format_plan(gpu.choose_limits(gpu.Options(short=True))) in text
     carried = gpu_wheels.read_list()["carried"]
     assert f"{len(carried)} wheels, {gpu_wheels.format_size(sum(carried.values()))}" in text
@@ -172,12 +177,12 @@ def test_the_page_states_plan_and_size() -> None:
 def test_the_short_form_runs_at_tiny_shapes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All parts of the short form in their processes, one of which fails and one of which hangs."""
-    real_command = gpu.build_part_command
+    """All parts of the short form run in their processes; one of them fails and one hangs."""
+    build_real_command = gpu.build_part_command
     broken = {"ceilings": "raise RuntimeError('no such kernel')", "decoding": "time.sleep(600)"}
 
-    def part_command(name: str, options: Any, path: Path) -> list[str]:
-        command = real_command(name, options, path)
+    def build_broken_command(name: str, options: Any, path: Path) -> list[str]:
+        command = build_real_command(name, options, path)
         if name not in broken:
             return command
         return [
@@ -187,7 +192,7 @@ def test_the_short_form_runs_at_tiny_shapes(
             *command[3:],
         ]
 
-    monkeypatch.setattr(gpu, "build_part_command", part_command)
+    monkeypatch.setattr(gpu, "build_part_command", build_broken_command)
     # A busy machine may take longer than a GPU machine does; the part that hangs has time to import
     # torch.
     for name in gpu.choose_limits(gpu.Options(short=True)):

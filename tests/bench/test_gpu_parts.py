@@ -10,8 +10,8 @@ from bench import gpu, gpu_parts
 from specdistill.common.errors import ExitCode
 
 
-def measure(name: str, shape: gpu_parts.Shape = gpu_parts.SMALL_SHAPE) -> dict[str, Any]:
-    """All that a part yields."""
+def run_part(name: str, shape: gpu_parts.Shape = gpu_parts.SMALL_SHAPE) -> dict[str, Any]:
+    """Return everything that a part yields."""
     numbers: dict[str, Any] = {}
     for piece in gpu_parts.PARTS[name](shape):
         numbers |= piece
@@ -21,7 +21,7 @@ def measure(name: str, shape: gpu_parts.Shape = gpu_parts.SMALL_SHAPE) -> dict[s
 @pytest.mark.long  # eight short trainings
 def test_every_part_of_training_and_decoding_runs(tmp_path: Path) -> None:
     parts = ["ceilings", "train", "shapes", "variants", "decoding", "generation"]
-    results = {name: measure(name) for name in parts}
+    results = {name: run_part(name) for name in parts}
     assert results["train"]["tokens_per_second"] > 0 and len(results["train"]["kernels"]) == 40
     assert set(results["train"]["parts_ms"]) == {
         "target",
@@ -49,7 +49,7 @@ def test_what_a_part_measured_before_it_failed_is_written(
     assert json.loads((tmp_path / "lines").read_text()) == {"tflops": 64}
 
 
-def test_the_machine_is_known_before_it_is_measured() -> None:
+def test_hardware_and_software_are_recorded_before_the_measurements() -> None:
     first, *others = gpu_parts.PARTS["ceilings"](gpu_parts.SMALL_SHAPE)
     assert {"torch", "transformers", "cuda"} <= set(first["software"]) and first["hardware"]["name"]
     assert [set(piece) for piece in others] == [{"tflops"}, {"copy_gb_per_second"}]

@@ -1,5 +1,7 @@
-"""The wheels of make gpu: the list is what pyproject.toml needs, fits the limit, and what lacks is
-named with its wheel."""
+"""The wheels of make gpu are those that pyproject.toml needs, and they fit the limit.
+
+A missing package is named with its wheel.
+"""
 
 import subprocess
 import sys
@@ -48,7 +50,7 @@ def test_checkout_and_wheels_fit_the_limit() -> None:
     assert ignored.returncode == 0
 
 
-def test_what_lacks_is_named_with_its_wheel(
+def test_a_missing_package_is_named_with_its_wheel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_wheels, "WHEELS", tmp_path / "wheels")
@@ -72,7 +74,7 @@ def test_what_lacks_is_named_with_its_wheel(
 
 
 def write_wheel(folder: Path, name: str, *lines: str) -> Path:
-    """A wheel of one module, `VALUE = 1`."""
+    """Write a wheel of one module, which holds `VALUE = 1`."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     metadata = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *lines, ""])
     information = f"{name}-1.0.dist-info"
@@ -86,7 +88,7 @@ def write_wheel(folder: Path, name: str, *lines: str) -> Path:
     return path
 
 
-def test_carried_wheels_are_installed_where_packages_lack(
+def test_carried_wheels_are_installed_for_missing_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheels, packages = tmp_path / "wheels", tmp_path / "packages"
@@ -102,7 +104,7 @@ def test_carried_wheels_are_installed_where_packages_lack(
     monkeypatch.setattr(gpu_wheels, "read_requirements", lambda: ["lackingone>=1", "packaging"])
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    carried[1].write_bytes(carried[1].read_bytes()[:-1])  # cut off on the way
+    carried[1].write_bytes(carried[1].read_bytes()[:-1])  # as if its transfer had been cut off
     assert gpu_wheels.main(["install", str(packages)]) == 3
     assert (
         "Missing in wheels/, or not of the listed size: lackingtwo-1.0-py3-none-any.whl"
@@ -114,5 +116,5 @@ def test_carried_wheels_are_installed_where_packages_lack(
     assert (packages / "lackingone.py").is_file() and (packages / "lackingtwo.py").is_file()
     for path in carried:
         path.unlink()
-    # nothing lacks: nothing is installed again
+    # No package is missing: nothing is installed again.
     assert gpu_wheels.main(["install", str(packages)]) == 0

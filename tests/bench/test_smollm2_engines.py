@@ -1,5 +1,7 @@
-"""What make smollm2-engines measures and says; tests/with_engines runs the programs that it
-starts."""
+"""make smollm2-engines finds the drafts to measure and writes its page.
+
+tests/with_engines runs the programs that it starts.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,7 @@ MEASURED = {
 
 @pytest.fixture
 def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, and its target."""
+    """Save a head with the norms of EAGLE-3.1 and its target where `make smollm2` leaves them."""
     folder = in_empty_folder / "runs" / "smollm2"
     write_target(folder / "target", num_layers=8)
     target = FrozenTarget.load(str(folder / "target"))
@@ -41,7 +43,7 @@ def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("runs/smollm2/eagle3/draft")
 
 
-def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
+def test_drafts_and_their_k_are_read_from_the_comparison(head: Path) -> None:
     with refused("drafts"):
         load_compared_drafts()
     candidates = [
@@ -71,7 +73,7 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
     )
 
 
-def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -> None:
+def test_the_page_has_the_measurements_and_why_one_is_missing(head: Path) -> None:
     with pytest.raises(UserError, match="fc_norm") as error:
         export_gguf(Draft(head, "eagle3", 3), Path("exported"))
     assert error.value.key == "engine" and not Path("exported").exists()

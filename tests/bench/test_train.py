@@ -1,5 +1,4 @@
-"""bench/train.py at tiny shapes: our step and its plain form have the same loss, and the page says
-what was found."""
+"""Our training step and its plain form have the same loss, and bench/train.py writes its page."""
 
 import json
 from pathlib import Path
@@ -21,8 +20,8 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Results and page, in float32."""
+def output_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return the files of the results and of the page, with computation in float32."""
     results, page = tmp_path / "train.json", tmp_path / "page.md"
     page.write_text("before\n<!-- train -->\n<!-- /train -->\nafter\n", encoding="utf-8")
     monkeypatch.setattr(bench, "RESULTS", results)
@@ -32,9 +31,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 
 @pytest.mark.long  # ten processes that train
-def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
+def test_the_plain_forms_have_the_same_loss(output_files: tuple[Path, Path]) -> None:
     assert bench.main(bench.Options(**TINY)) == 0
-    results, page = places
+    results, page = output_files
     found = json.loads(results.read_text(encoding="utf-8"))
     for each in (*found["step"]["layouts"], *found["block"]["layouts"], found["loss"]):
         ours, plain = (each["trainers"][name] for name in ("ours", "plain"))
@@ -55,18 +54,18 @@ def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
     )
 
 
-def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
-    def taken(*seconds: float, peak: float) -> list[dict[str, float]]:
+def test_a_ratio_leaves_out_the_first_round_and_is_shown() -> None:
+    def build_timings(*seconds: float, peak: float) -> list[dict[str, float]]:
         parts = {"forward": 0.5, "backward": 0.4, "optimizer": 0.1, "loss": 1.0, "peak": peak}
         return [{"seconds": each, **parts} for each in seconds]
 
     steps = {
-        "ours": taken(50.0, 1.0, 2.0, 1.0, peak=300),
-        "plain": taken(1.0, 4.0, 4.0, 4.0, peak=1000),
+        "ours": build_timings(50.0, 1.0, 2.0, 1.0, peak=300),
+        "plain": build_timings(1.0, 4.0, 4.0, 4.0, peak=1000),
     }
-    found = bench.summarize_steps(steps, num_tokens=100)
-    assert found["trainers"]["ours"]["tokens_per_second"] == 100
-    ratio = found["ratios"]["plain"]
+    summary = bench.summarize_steps(steps, num_tokens=100)
+    assert summary["trainers"]["ours"]["tokens_per_second"] == 100
+    ratio = summary["ratios"]["plain"]
     assert ratio["speed"] == pytest.approx(3.0) and ratio["memory"] == 0.3
     low, high = ratio["speed_ci95"]
     assert 2.0 <= low < 3.0 < high <= 4.0
@@ -79,7 +78,7 @@ def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
     }
     machine = {"cpu": "a CPU", "threads": 2, "bf16": False, "torch": "2"}
     shown = bench.format_page(
-        {"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **found}]}}
+        {"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **summary}]}}
     )
     assert (
         "64, a vocabulary of 1,200, 100 tokens, 16 blocks of 4; the draft has five layers" in shown
@@ -87,7 +86,7 @@ def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
     assert "| 2 × 50 | plain form | 25 | 500, 400, 100 | 1.0 KiB | 3.00× (" in shown
 
 
-def test_speculators_is_asked_for_where_it_is_not_set_up(
+def test_speculators_is_refused_where_it_is_not_set_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "FOLDER", tmp_path)

@@ -1,5 +1,4 @@
-"""`specdistill data` as a user runs it: in shards, killed, on a full disk, by servers without the
-target's weights and in process."""
+"""`specdistill data` as a user runs it: in shards, killed, on a full disk, and by servers."""
 
 import json
 import subprocess
@@ -17,7 +16,7 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data.rows.row_set import MANIFEST
 from tests.data.produce.openai_server import Behaviour, running
 from tests.data.produce.row_sets import chat, contents
-from tests.kills import survive
+from tests.kills import check_survives_kills
 from tests.launches import environment
 from tests.refusals import refused_key
 from tests.scripts import specdistill
@@ -28,7 +27,7 @@ WAYS = pytest.mark.parametrize("by_server", [True, False])
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with a chat template, and conversations of two turns."""
+    """Return a folder with a tiny target with a chat template and conversations of two turns."""
     path = tmp_path_factory.mktemp("make")
     tiny_target_model().save_pretrained(path / "model")
     tiny_tokenizer(CHAT_TEMPLATE).save_pretrained(path / "model")
@@ -38,16 +37,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def server(by_server: bool, seconds: float = 0.0) -> Iterator[list[str]]:
-    """The keys of a way to generate."""
+def prepare_generation(by_server: bool, seconds: float = 0.0) -> Iterator[list[str]]:
+    """Yield the keys of a way to generate: by a server, or with the target in this process."""
     if not by_server:
         yield ["data.regenerate.batch_size=4", "target.dtype=float32", "train.bf16=false"]
         return
-    with running(Behaviour(seconds=seconds)) as made:
-        yield [f"data.regenerate.server=[{made.address}]", "data.regenerate.batch_size=2"]
+    with running(Behaviour(seconds=seconds)) as server:
+        yield [f"data.regenerate.server=[{server.address}]", "data.regenerate.batch_size=2"]
 
 
-def line(
+def build_arguments(
     folder: Path,
     cache: Path,
     way: Sequence[str],
@@ -64,19 +63,21 @@ def line(
     return ["data", verb, "recipe=small/eagle3", *keys, *generated, *way, *more]
 
 
-def row_set(cache: Path) -> dict[str, bytes]:
+def read_row_set(cache: Path) -> dict[str, bytes]:
     (manifest,) = cache.glob(f"rows/*/{MANIFEST}")
     return contents(manifest.parent)
 
 
-def whole(folder: Path, cache: Path, way: Sequence[str]) -> dict[str, bytes]:
-    done = specdistill(*line(folder, cache, way))
+def make_row_set(folder: Path, cache: Path, way: Sequence[str]) -> dict[str, bytes]:
+    done = specdistill(*build_arguments(folder, cache, way))
     assert done.returncode == 0 and "The rows are in " in done.stdout, done.stderr
-    return row_set(cache)
+    return read_row_set(cache)
 
 
 def test_a_merge_of_one_shard_is_refused(folder: Path, tmp_path: Path) -> None:
-    done = specdistill(*line(folder, tmp_path / "cut", [], "data.shard=1/3", verb="merge"))
+    done = specdistill(
+        *build_arguments(folder, tmp_path / "cut", [], "data.shard=1/3", verb="merge")
+    )
     assert done.returncode == 2 and refused_key(done.stderr) == "data.shard", done.stderr
 
 
@@ -84,28 +85,32 @@ def test_a_merge_of_one_shard_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_a_mask_that_ends_texts_is_refused_before_anything_is_generated(
     verb: str, folder: Path, tmp_path: Path
 ) -> None:
-    """The recipe's method is a block drafter; 0 is the token that ends a generation."""
+    """The method is a block drafter, and token 0 ends a generation."""
     keys = [
         "method=dflash",
         "draft.mask_token_id=0",
         f"hidden_states.path={tmp_path / 'store'}",
         "hidden_states.mode=hybrid",
     ]
-    own = line(folder, tmp_path / "cut", [], *keys, verb=verb)
-    done = specdistill(*[key for key in own if not key.startswith("recipe=")])
+    arguments = build_arguments(folder, tmp_path / "cut", [], *keys, verb=verb)
+    done = specdistill(*[key for key in arguments if not key.startswith("recipe=")])
     assert done.returncode == 2 and refused_key(done.stderr) == "draft.mask_token_id", done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.long
 @WAYS
-def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_path: Path) -> None:
-    with server(by_server) as way:
-        expected = whole(folder, tmp_path / "whole", way)
+def test_shards_that_are_made_apart_merge_into_the_same_rows(
+    by_server: bool, folder: Path, tmp_path: Path
+) -> None:
+    with prepare_generation(by_server) as way:
+        expected = make_row_set(folder, tmp_path / "whole", way)
         for index in (2, 0):
-            done = specdistill(*line(folder, tmp_path / "cut", way, f"data.shard={index}/3"))
+            done = specdistill(
+                *build_arguments(folder, tmp_path / "cut", way, f"data.shard={index}/3")
+            )
             assert done.returncode == 0 and f"Made shard {index} of 3" in done.stdout, done.stderr
-        early = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
+        early = specdistill(*build_arguments(folder, tmp_path / "cut", way, verb="merge"))
         assert (
             early.returncode == 2
             and refused_key(early.stderr) == "data.shard"
@@ -120,49 +125,49 @@ def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_pat
             sys.executable,
             "-m",
             "specdistill",
-            *line(folder, tmp_path / "cut", way, "data.shard=auto"),
+            *build_arguments(folder, tmp_path / "cut", way, "data.shard=auto"),
         ]
         subprocess.run(
             words, env={**environment(), **array}, check=True, capture_output=True, timeout=300
         )
-    merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
-    assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
+    merged = specdistill(*build_arguments(folder, tmp_path / "cut", way, verb="merge"))
+    assert merged.returncode == 0 and read_row_set(tmp_path / "cut") == expected, merged.stderr
     named = f"data.rows={next((tmp_path / 'cut').glob(f'rows/*/{MANIFEST}')).parent}"
-    shown = specdistill(*line(folder, tmp_path / "none", way, named, verb="show"))
+    shown = specdistill(*build_arguments(folder, tmp_path / "none", way, named, verb="show"))
     assert shown.returncode == 0 and "Documents to train on" in shown.stdout, shown.stderr
 
 
 @pytest.mark.long  # Ray takes seconds to start, and a minute on a busy machine
 def test_ray_repeats_the_shard_of_a_killed_worker(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra [ray]")
-    with running(Behaviour(seconds=0.03)) as made:
-        way = [f"data.regenerate.server=[{made.address}]", "data.regenerate.batch_size=2"]
-        expected, asked = whole(folder, tmp_path / "whole", way), made.num_requests
-        words = line(folder, tmp_path / "cut", way, "on=ray", "shards=4", "gpus=0")
-        alone_here = {**environment(), "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
+    with running(Behaviour(seconds=0.03)) as server:
+        way = [f"data.regenerate.server=[{server.address}]", "data.regenerate.batch_size=2"]
+        expected, asked = make_row_set(folder, tmp_path / "whole", way), server.num_requests
+        words = build_arguments(folder, tmp_path / "cut", way, "on=ray", "shards=4", "gpus=0")
+        local_ray = {**environment(), "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(
-            [sys.executable, "-m", "specdistill", *words], env=alone_here, **output
+            [sys.executable, "-m", "specdistill", *words], env=local_ray, **output
         )  # type: ignore[call-overload]
-        while made.num_requests < asked + 20 and process.poll() is None:
+        while server.num_requests < asked + 20 and process.poll() is None:
             time.sleep(0.01)
         workers = [
-            it
-            for it in psutil.Process(process.pid).children(recursive=True)
-            if "ray::_make_shard" in it.cmdline()[0]
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "ray::_make_shard" in child.cmdline()[0]
         ]
         workers[0].kill()
         said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "Made 4 shards" in said, said
-    merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
-    assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
+    merged = specdistill(*build_arguments(folder, tmp_path / "cut", way, verb="merge"))
+    assert merged.returncode == 0 and read_row_set(tmp_path / "cut") == expected, merged.stderr
 
 
 def test_without_ray_the_extra_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    done = specdistill(*line(folder, tmp_path, [], "on=ray", "shards=4"))
+    done = specdistill(*build_arguments(folder, tmp_path, [], "on=ray", "shards=4"))
     assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
         "Run: pip install 'specdistill[ray]'"
     ), done.stderr
@@ -175,15 +180,15 @@ def test_kills_give_the_same_rows(by_server: bool, folder: Path, tmp_path: Path)
     cache.mkdir()
     (cache / "thesis.tex").write_text("mine")
 
-    def rows() -> dict[str, bytes]:
+    def read_rows() -> dict[str, bytes]:
         return {
             name: content
             for path in cache.glob(f"rows/*/{MANIFEST}")
             for name, content in contents(path.parent).items()
         }
 
-    with server(by_server) as way:
-        survive(line(folder, cache, way, num_tokens=600), cache, rows)
+    with prepare_generation(by_server) as way:
+        check_survives_kills(build_arguments(folder, cache, way, num_tokens=600), cache, read_rows)
     assert all(len(Dataset.from_file(str(path))) for path in cache.glob("rows/*/*.arrow"))
 
 
@@ -201,7 +206,7 @@ mount -o remount,size=50m tmpfs "$disk"
 def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     by_server: bool, folder: Path, tmp_path: Path
 ) -> None:
-    """A file system of 80 KiB, in a mount namespace of its own."""
+    """The disk is a file system of 80 KiB in a mount namespace of its own."""
     mounts = subprocess.run(
         ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path],
         capture_output=True,
@@ -211,11 +216,11 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
         pytest.skip("no mount namespaces on this machine")
     disk = tmp_path / "disk"
     disk.mkdir()
-    with server(by_server) as way:
-        forced = "data.force=true"  # or the estimate would already refuse it
-        expected = whole(folder, tmp_path / "whole", way)
+    with prepare_generation(by_server) as way:
+        forced = "data.force=true"  # otherwise the estimate would already refuse it
+        expected = make_row_set(folder, tmp_path / "whole", way)
         shell = ["unshare", "-rm", "sh", "-c", FULL, str(tmp_path / "run"), str(disk), str(disk)]
-        words = line(folder, disk / "cache", way, forced)
+        words = build_arguments(folder, disk / "cache", way, forced)
         mounted = [*shell, sys.executable, "-m", "specdistill", *words]
         resumed = subprocess.run(
             mounted, env=environment(), capture_output=True, text=True, check=False, timeout=300
@@ -231,8 +236,8 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
 def test_rows_are_not_made_into_a_folder_of_other_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "model.safetensors").write_text("mine")
-    with server(by_server=False) as way:
-        said = specdistill(*line(folder, tmp_path, way, f"data.rows={tmp_path / 'set'}"))
+    with prepare_generation(by_server=False) as way:
+        said = specdistill(*build_arguments(folder, tmp_path, way, f"data.rows={tmp_path / 'set'}"))
     assert (
         said.returncode == 2
         and refused_key(said.stderr) == "data.rows"

@@ -1,5 +1,7 @@
-"""`specdistill train launch=…`: accelerate starts the processes, and what they leave comes back;
-what could not start is one line."""
+"""`specdistill train launch=…` starts processes with accelerate and returns their exit code.
+
+A launch that could not start is refused in one line.
+"""
 
 import os
 import pty
@@ -27,7 +29,7 @@ from specdistill.common.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.load import load_recipe
 from tests.processes import fork
 
-# Run by the processes of a launch: says which one it is, then ends as it is told to.
+# The script of the launched processes: it leaves a file with its rank, then ends as it is told to.
 PROCESS = """
 import os, signal, sys, time
 folder, end = sys.argv[1:]
@@ -49,10 +51,10 @@ time.sleep(60)
 """
 
 
-def launched(folder: Path, end: str, *keys: str) -> int:
-    """The exit code of a launch of PROCESS, as `specdistill train` leaves it."""
+def run_launch(folder: Path, end: str, *keys: str) -> int:
+    """Launch PROCESS and return the exit code that `specdistill train` ends with."""
     (folder / "process.py").write_text(PROCESS, encoding="utf-8")
-    warnings.simplefilter("ignore")  # of libraries, about processes of a launch
+    warnings.simplefilter("ignore")  # libraries warn about launched processes
     handler = signal.getsignal(signal.SIGTERM)
     code = run_and_report(
         lambda: launch(folder / "process.py", [str(folder), end], load_recipe(LaunchOptions, keys))
@@ -62,24 +64,24 @@ def launched(folder: Path, end: str, *keys: str) -> int:
     return code
 
 
-def start(folder: Path, *arguments: str) -> BaseProcess:
-    """A launch without a terminal; what it says is in the file `said`."""
+def start_launch(folder: Path, *arguments: str) -> BaseProcess:
+    """Start a launch without a terminal; its messages go to the file `said`."""
 
     def run() -> None:
         os.setsid()
         os.dup2(os.open(folder / "said", os.O_CREAT | os.O_WRONLY), 2)
         sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
-        os._exit(launched(folder, *arguments))
+        os._exit(run_launch(folder, *arguments))
 
     return fork(run)
 
 
-def wait_for(names: set[str], folder: Path) -> None:
-    while not left_by(folder) >= names:
+def wait_for_markers(names: set[str], folder: Path) -> None:
+    while not list_markers(folder) >= names:
         time.sleep(0.01)
 
 
-def left_by(folder: Path) -> set[str]:
+def list_markers(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("[0-9]-*")}
 
 
@@ -98,36 +100,36 @@ def left_by(folder: Path) -> set[str]:
 def test_the_exit_code_is_that_of_the_process_that_failed(
     end: str, keys: list[str], message: str, tmp_path: Path
 ) -> None:
-    run = start(tmp_path, end, *keys)
+    run = start_launch(tmp_path, end, *keys)
     run.join()
     assert run.exitcode == 3
     found = (tmp_path / "said").read_text()
     assert message in found if message else "error" not in found
-    assert end == "killed" or {"0-of-2", "1-of-2"} <= left_by(tmp_path)
+    assert end == "killed" or {"0-of-2", "1-of-2"} <= list_markers(tmp_path)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("keys", [["launch=cpu"], ["launch=ddp", "num_processes=2"]])
 def test_a_signal_reaches_every_process(keys: list[str], number: int, tmp_path: Path) -> None:
-    run = start(tmp_path, "signal", *keys)
+    run = start_launch(tmp_path, "signal", *keys)
     started = {"0-of-1"} if len(keys) == 1 else {"0-of-2", "1-of-2"}
-    wait_for(started, tmp_path)
+    wait_for_markers(started, tmp_path)
     assert run.pid is not None
     os.kill(run.pid, number)
     run.join()
     assert run.exitcode == (0 if len(keys) == 1 else 128 + number)
-    assert left_by(tmp_path) - started == {f"{name[0]}-signal-{number}" for name in started}
+    assert list_markers(tmp_path) - started == {f"{name[0]}-signal-{number}" for name in started}
 
 
 @pytest.mark.distributed
 def test_a_terminal_interrupts_a_single_process_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
+        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork while threads run
         process, terminal = pty.fork()
     if process == 0:
-        os._exit(launched(tmp_path, "terminal", "launch=cpu"))
-    wait_for({"0-of-1"}, tmp_path)
+        os._exit(run_launch(tmp_path, "terminal", "launch=cpu"))
+    wait_for_markers({"0-of-1"}, tmp_path)
     os.write(terminal, b"\x03")
     os.waitpid(process, 0)
     os.close(terminal)
@@ -146,7 +148,7 @@ TWO = ["launch=ddp_multinode", "num_processes=2"]
 FIRST = [*TWO, "machine_rank=0", "main_process_ip=127.0.0.1"]
 
 
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+def read_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     """Return the one line of an error, which may follow the command of a launch."""
     (line,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("$ "))
     return line
@@ -172,11 +174,11 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         ),
     ],
 )
-def test_what_cannot_start_is_one_line(
+def test_keys_that_cannot_start_are_refused_in_one_line(
     keys: list[str], refused: str, used_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "recipe=pico/eagle3", *(key.format(used=used_port) for key in keys)]) == 2
-    assert error_line(capsys).startswith("error: " + refused.format(used=used_port))
+    assert read_error_line(capsys).startswith("error: " + refused.format(used=used_port))
 
 
 @pytest.mark.parametrize(
@@ -190,13 +192,13 @@ def test_what_cannot_start_is_one_line(
         (b"distributed_type: MULTI_GPU\nnum_processes: 0", "{yaml}: num_processes: got 0, "),
     ],
 )
-def test_a_configuration_that_cannot_start_is_one_line(
+def test_a_configuration_that_cannot_start_is_refused_in_one_line(
     text: bytes, refused: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(text)
     assert main(["train", "recipe=pico/eagle3", f"launch={file}"]) == 2
-    assert error_line(capsys).startswith("error: " + refused.format(yaml=file))
+    assert read_error_line(capsys).startswith("error: " + refused.format(yaml=file))
 
 
 ONE_MACHINE = {
@@ -222,25 +224,28 @@ TWO_MACHINES = ONE_MACHINE | {"num_machines": 2, "machine_rank": 1, "main_proces
         ),
     ],
 )
-def test_what_a_configuration_names_is_used(
+def test_accelerate_gets_the_settings_of_a_configuration(
     settings: dict[str, Any],
     keys: list[str],
     understood: tuple[Any, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What accelerate itself makes of the file and of what it is told in addition; a port of 0 is
-    any that is free."""
+    """Accelerate itself reads the file and the further keys; a port of 0 is any that is free."""
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     started = []
     monkeypatch.setattr(
         "accelerate.commands.launch.launch_command",
-        lambda it: started.append(_validate_launch_command(it)[0]),
+        lambda arguments: started.append(_validate_launch_command(arguments)[0]),
     )
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["train", "recipe=pico/eagle3", f"launch={tmp_path / 'mine.yaml'}", *keys]) == 0
-    (it,) = started
-    assert (it.machine_rank, it.main_process_ip, it.main_process_port) == understood
+    (arguments,) = started
+    assert (
+        arguments.machine_rank,
+        arguments.main_process_ip,
+        arguments.main_process_port,
+    ) == understood
 
 
 @pytest.mark.parametrize(
@@ -294,8 +299,10 @@ def test_the_examples_of_schedulers_start_this_machine(
 @pytest.mark.long  # two launches of whole commands
 @pytest.mark.distributed
 def test_machines_with_different_recipes_are_refused(tmp_path: Path) -> None:
-    """Two machines on the loopback, in the environment that a Kubernetes pod has; the recipe is
-    compared before the data is prepared."""
+    """Recipes are compared before the data is prepared.
+
+    The two machines are on the loopback, in the environment that a Kubernetes pod has.
+    """
     port = get_free_port()
     running = []
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what it says, what it leaves, and the exit code."""
+"""The command line as a person meets it: its messages, its files and its exit codes."""
 
 import json
 import os
@@ -27,10 +27,10 @@ def test_usage_lists_every_verb(arguments: list[str], capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in lines if line.startswith("  ")] == list(VERBS)
 
 
-def test_an_interrupted_command_is_one_line(
+def test_an_interrupt_ends_the_command_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Ctrl-C while pico is loaded."""
+    """The interrupt comes while pico is loaded."""
     source = tmp_path / "text.jsonl"
     source.write_text('{"text": "a few words"}\n' * 30, encoding="utf-8")
 
@@ -114,20 +114,20 @@ def test_an_interrupted_command_is_one_line(
         ),
     ],
 )
-def test_mistakes_cost_one_line(arguments: str, refused: str):
-    """Exactly one on stderr, and nothing on stdout."""
+def test_a_mistake_is_reported_in_one_line(arguments: str, refused: str):
+    """It is the only line on stderr, and nothing is on stdout."""
     result = specdistill(*arguments.split())
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert re.match(f"error: {refused}", result.stderr)
 
 
-def test_a_full_accelerator_is_an_outside_failure(capsys: pytest.CaptureFixture[str]):
+def test_a_full_accelerator_ends_with_exit_code_three(capsys: pytest.CaptureFixture[str]):
     import torch
 
-    def fills_it(recipe: object) -> None:
+    def run_out_of_memory(recipe: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    assert run(fills_it, Recipe, ["target.model=pico", "train.output_dir=runs"]) == 3
+    assert run(run_out_of_memory, Recipe, ["target.model=pico", "train.output_dir=runs"]) == 3
     assert "CUDA out of memory." in capsys.readouterr().err
 
 
@@ -137,7 +137,7 @@ def test_a_script_does_not_repeat_a_secret(capsys: pytest.CaptureFixture[str]):
     assert secret not in capsys.readouterr().err
 
 
-def test_what_all_processes_find_the_first_of_a_machine_says_first(monkeypatch: pytest.MonkeyPatch):
+def test_the_first_process_of_a_machine_reports_an_error_first(monkeypatch: pytest.MonkeyPatch):
     slept: list[float] = []
     monkeypatch.setattr(errors.time, "sleep", slept.append)
     for rank in ("0", "1"):
@@ -232,7 +232,7 @@ def test_help_is_one_screen_and_its_keys_exist(verb: str):
     assert set(VERBS[verb].common.split()) <= set(keys[0]) <= set(keys[1])
 
 
-def test_help_is_of_one_method(capsys: pytest.CaptureFixture[str]):
+def test_help_lists_the_keys_of_one_method(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "method=draft_model", "--help", "all"]) == 0
     shown = capsys.readouterr().out
     assert "  draft.lora.rank " in shown and "hidden_states." not in shown
@@ -245,10 +245,10 @@ def test_json_is_one_document_and_quiet_prints_no_messages(shell: "Shell", in_em
     assert specdistill("demo", "--quiet").stderr == ""
     refused = specdistill("train", "recipe=nope", "--json", "--quiet")
     assert refused.stdout == "" and refused_key(refused.stderr) == "recipe"
-    assert specdistill("--version").stdout.startswith("specdistill ")  # and the flags are forgotten
+    assert specdistill("--version").stdout.startswith("specdistill ")  # earlier flags no longer act
 
 
-def test_quiet_leaves_the_error_of_what_else_shows_progress(in_empty_folder: Path):
+def test_quiet_hides_progress_and_keeps_the_error(in_empty_folder: Path):
     Path("rows.jsonl").write_text(
         '{"text": "Once upon a time there was a cat."}\n' * 4, encoding="utf-8"
     )
@@ -293,7 +293,7 @@ def test_plan_for_pico_names_its_own_recipe_and_prints_its_numbers(
     eagle3 = next(row for row in plan["methods"] if row["method"] == "eagle3")
     assert (eagle3["training_tokens"], eagle3["training_source"]) == (420_000, "recipe pico/eagle3")
     assert eagle3["recipe"] == "pico/eagle3"
-    # which is what was measured to be the fastest (README.md)
+    # N-gram lookup was measured to be the fastest (README.md).
     assert plan["recommendation"]["method"] == "ngram"
     assert plan["hub"] == {"not_asked": "not asked: pico ships with this package", "drafts": []}
     assert main(["plan", "target=pico", "serving.device=h100"]) == 0
@@ -302,7 +302,7 @@ def test_plan_for_pico_names_its_own_recipe_and_prints_its_numbers(
     )
 
 
-def test_plan_asks_the_hub_for_nothing_where_it_shall_not(
+def test_plan_with_hub_false_does_not_ask_the_hub(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("specdistill.advice.plan.reading.find_published_drafts", None)
@@ -320,8 +320,10 @@ def test_plan_asks_the_hub_for_nothing_where_it_shall_not(
 
 
 class Shell:
-    """Records what the demo starts and answers with the exit codes it was given; the commands
-    themselves have tests of their own."""
+    """A stand-in for `subprocess.run` that records commands and returns the given exit codes.
+
+    The commands that the demo starts have tests of their own.
+    """
 
     def __init__(self, codes: list[int]) -> None:
         self.codes = codes
@@ -339,7 +341,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
     return recorder
 
 
-def test_demo_trains_then_measures_and_says_so(
+def test_demo_trains_then_measures_and_prints_both_commands(
     shell: Shell, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["demo", "train.max_steps=3"]) == 0
@@ -352,14 +354,14 @@ def test_demo_trains_then_measures_and_says_so(
         f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")
     ]
     assert main(["demo", "--json"]) == 0
-    # one document: the report
+    # Only the report is printed as JSON, so that stdout is one document.
     assert ["--json" in command for command in shell.commands[2:]] == [False, True]
 
 
 @pytest.mark.parametrize(
     ("codes", "code", "started"), [([3, 0], 3, 1), ([0, 1], 1, 2), ([-9, 0], 3, 1)]
 )
-def test_demo_ends_with_the_code_of_what_failed(
+def test_demo_ends_with_the_code_of_the_command_that_failed(
     shell: Shell, in_empty_folder: Path, codes: list[int], code: int, started: int
 ):
     shell.codes = codes
@@ -399,7 +401,7 @@ def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty
     assert main(["demo"]) == 0
     assert not (in_empty_folder / "runs/demo").exists()
     assert (in_empty_folder / "runs/mine/run/recipe.yaml").exists()
-    (in_empty_folder / "runs/demo").mkdir()  # no run
+    (in_empty_folder / "runs/demo").mkdir()  # a folder without a run
     (in_empty_folder / "runs/demo/thesis.txt").touch()
     assert main(["demo"]) == 0
     assert (in_empty_folder / "runs/demo/thesis.txt").exists()

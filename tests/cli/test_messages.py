@@ -1,5 +1,7 @@
-"""Wrong command lines: the only error names the key as it was typed and says in words what to type,
-with exit code 2."""
+"""An error of a wrong command line names the typed key and says in words what to type.
+
+It is the only error, and the exit code is 2.
+"""
 
 import re
 import runpy
@@ -144,20 +146,20 @@ WRONG = [
 ]  # fmt: skip
 
 
-def run(line: str) -> tuple[int, str]:
-    """A command line or a script's, in this process: its exit code, and what it wrote to stderr."""
+def run_line(line: str) -> tuple[int, str]:
+    """Run a command or a script in this process; return its exit code and its stderr."""
     words = shlex.split(line)
     if not words[0].endswith(".py"):
         done = specdistill(*words)
         return done.returncode, done.stderr
     err = StringIO()
-    given = sys.argv
+    argv = sys.argv
     sys.argv = [str(ROOT / words[0]), *words[1:]]
     try:
         with redirect_stdout(StringIO()), redirect_stderr(err), pytest.raises(SystemExit) as end:
             runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        sys.argv = given
+        sys.argv = argv
     return int(end.value.code or 0), err.getvalue()
 
 
@@ -165,7 +167,7 @@ def run(line: str) -> tuple[int, str]:
 def test_a_wrong_command_line_names_the_typed_key_and_what_to_type(
     line: str, key: str, typed: str, in_empty_folder: Path
 ) -> None:
-    code, stderr = run(line)
+    code, stderr = run_line(line)
     assert code == 2, stderr
     (error,) = (said for said in stderr.splitlines() if said.startswith("error: "))
     assert refused_key(stderr) == key
@@ -175,7 +177,7 @@ def test_a_wrong_command_line_names_the_typed_key_and_what_to_type(
 
 
 @pytest.mark.parametrize("sharing", ["", "with train.bf16=true"])
-def test_a_message_of_transformers_that_is_not_known_is_told_in_our_keys(sharing: str) -> None:
+def test_an_unknown_message_of_transformers_names_our_keys(sharing: str) -> None:
     from specdistill.training.arguments import make_trainer_error
 
     error = make_trainer_error(ValueError(f"--some_field needs `args.other`\n{sharing}"), {})
@@ -200,7 +202,7 @@ def test_an_error_names_the_last_of_several_names_of_a_key() -> None:
         )
 
 
-def test_what_fails_outside_names_the_typed_key_too() -> None:
+def test_a_resource_error_names_the_typed_key() -> None:
     with (
         pytest.raises(ResourceError, match=r"^target: org/name is gone"),
         rename_keys_as_typed(["target=org/name"], SHORTHANDS),
@@ -208,7 +210,7 @@ def test_what_fails_outside_names_the_typed_key_too() -> None:
         raise ResourceError("target.model: org/name is gone", next_step="wait")
 
 
-def test_a_value_that_nobody_types_again_is_not_repeated() -> None:
+def test_a_structured_value_is_not_repeated_in_the_advice() -> None:
     assert (
         str(make_unused_key_error("eval.tree", '{"budget": 4}', "no trees"))
         == "eval.tree: no trees. Remove eval.tree."

@@ -1,5 +1,4 @@
-"""What the pages say to type is typed here: from a clone, with only the pages, to a gated draft of
-a small real model.
+"""Every command of the pages is run, from a clone to a gated draft of a small real model.
 
 A command that needs what a test lacks is marked in its page (`# needs the Hub`); tests/test_docs.py
 checks the keys of all of them.
@@ -18,17 +17,17 @@ import pytest
 
 from specdistill.cli.main import main
 from specdistill.common.project import ROOT
-from tests.documented import SCRIPTS, read, shell_lines
+from tests.documented import SCRIPTS, find_shell_lines, read_page
 from tests.tiny import write_target
 
-# In the order in which a reader takes them: a later page may measure what an earlier one has
+# These come first, in the order of a reader: a later page may measure what an earlier one has
 # trained.
 FIRST = [ROOT / "README.md", ROOT / "docs" / "your-target.md", ROOT / "docs" / "training.md"]
 EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
 OTHERS = {ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {*FIRST}
 PAGES = [*FIRST, *sorted(OTHERS), *EXAMPLES]
 RUN_IN_A_SHELL = ("cat", "cp")
-# What makes a command of the pages small. Nothing else is changed.
+# Keys that make a command of the pages small. Nothing else is changed.
 SMALL = {
     "train": [
         "train.max_steps=4",
@@ -54,19 +53,22 @@ ROWS = [
     "data.regenerate.batch_size=64",
 ]
 READS_ROWS = ("data", "train")
-SWEPT = ["eval.num_prompts=2", "eval.max_new_tokens=6"]
-SWEPT += [
+SWEEP_KEYS = ["eval.num_prompts=2", "eval.max_new_tokens=6"]
+SWEEP_KEYS += [
     f"eval.sweep.{axis}"
     for axis in ("num_speculative_tokens=[2]", "temperature=[1]", "batch_size=[2]", "context=[64]")
 ]
-SELECTED = ["selection.num_prompts=2", "selection.max_new_tokens=8"]
+SELECTION_KEYS = ["selection.num_prompts=2", "selection.max_new_tokens=8"]
 # the recipe of your-target.md is for a target of 8B parameters
-OF_MINE = ["target.dtype=float32", "draft.vocab_size=null"]
-MAY_SAY_NO = ("eval", "gate", "doctor")  # by exit code 1, of a draft that has hardly been trained
+MINE_KEYS = ["target.dtype=float32", "draft.vocab_size=null"]
+MAY_SAY_NO = ("eval", "gate", "doctor")  # with exit code 1: the drafts have hardly been trained
 
 
-def verb_and_keys(command: str) -> tuple[str, list[str]] | None:
-    """Of a command of ours: [] for `specdistill` alone; None for other programs."""
+def split_command(command: str) -> tuple[str, list[str]] | None:
+    """Return the verb and the keys of a command of ours, or None for another program.
+
+    The verb of `specdistill` alone is empty.
+    """
     first, *rest = shlex.split(command, comments=True)
     if first == "specdistill":
         return (rest[0], rest[1:]) if rest else ("", [])
@@ -76,24 +78,26 @@ def verb_and_keys(command: str) -> tuple[str, list[str]] | None:
 
 
 def test_every_command_is_typed_by_a_test_or_says_what_it_needs() -> None:
-    lines = {line.command for page in PAGES for line in shell_lines(page) if not line.is_marked}
+    lines = {
+        line.command for page in PAGES for line in find_shell_lines(page) if not line.is_marked
+    }
     assert {
         line
         for line in lines
-        if not verb_and_keys(line) and line.split()[0] not in (*RUN_IN_A_SHELL, "make", ".")
+        if not split_command(line) and line.split()[0] not in (*RUN_IN_A_SHELL, "make", ".")
     } == set()
 
 
-def test_make_knows_the_chores_that_pages_name() -> None:
-    chores = {
+def test_make_has_every_target_that_pages_name() -> None:
+    targets = {
         word
         for page in PAGES
-        for line in shell_lines(page)
+        for line in find_shell_lines(page)
         for word in re.findall(r"^make ([\w-]+)", line.command)
     }
-    assert {"setup", "demo", "test"} <= chores
+    assert {"setup", "demo", "test"} <= targets
     subprocess.run(
-        ["make", "--dry-run", *sorted(chores)],
+        ["make", "--dry-run", *sorted(targets)],
         cwd=ROOT,
         capture_output=True,
         check=True,
@@ -102,11 +106,13 @@ def test_make_knows_the_chores_that_pages_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def stories(
+def reader_folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A folder where the names that the pages use are files. The target is a trained model of
-    260,000 parameters, where there is one."""
+    """Yield a folder where the names that the pages use are files.
+
+    The target is a trained model of 260,000 parameters, where there is one.
+    """
     folder = tmp_path_factory.mktemp("reader")
     target = folder / "path" / "to" / "model"
     try:
@@ -136,7 +142,9 @@ def stories(
     (folder / "runs").mkdir()
     (folder / "runs" / "before").symlink_to("short")
     (recipe,) = re.findall(
-        r"^```yaml\n(.*?)^```", read(ROOT / "docs" / "your-target.md"), re.MULTILINE | re.DOTALL
+        r"^```yaml\n(.*?)^```",
+        read_page(ROOT / "docs" / "your-target.md"),
+        re.MULTILINE | re.DOTALL,
     )
     (folder / "mine.yaml").write_text(recipe, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -144,31 +152,33 @@ def stories(
         yield folder
 
 
-def typed(verb: str, keys: list[str], patch: pytest.MonkeyPatch) -> int:
-    """The exit code of a command of ours, made small."""
-    own = [*SMALL.get(verb, [])]
+def run_small(verb: str, keys: list[str], patch: pytest.MonkeyPatch) -> int:
+    """Run a command of ours with keys that make it small, and return its exit code."""
+    small_keys = [*SMALL.get(verb, [])]
     if verb in READS_ROWS:
-        own += ROWS
+        small_keys += ROWS
     if any(key.startswith("eval.sweep.") for key in keys):
-        own += SWEPT
+        small_keys += SWEEP_KEYS
     if any(key.startswith("selection.") for key in keys):
-        own += SELECTED
+        small_keys += SELECTION_KEYS
     if "recipe=mine.yaml" in keys:
-        own += OF_MINE
+        small_keys += MINE_KEYS
     patch.setattr(sys, "argv", sys.argv)
     try:
-        return main([word for word in [verb, *keys, *own] if word])
+        return main([word for word in [verb, *keys, *small_keys] if word])
     except SystemExit as ended:
         return int(str(ended.code or 0))
 
 
 @pytest.mark.long  # two drafts of a small real model, from their data to their exports
-def test_a_reader_types_every_command(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_pages_succeeds(
+    reader_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for page in PAGES:
-        for line in shell_lines(page):
+        for line in find_shell_lines(page):
             if line.is_marked:
                 continue
-            command = verb_and_keys(line.command)
+            command = split_command(line.command)
             if command is None:
                 if line.command.startswith(RUN_IN_A_SHELL):
                     subprocess.run(
@@ -176,14 +186,14 @@ def test_a_reader_types_every_command(stories: Path, monkeypatch: pytest.MonkeyP
                     )
                 continue
             verb, keys = command
-            code = typed(verb, keys, monkeypatch)
+            code = run_small(verb, keys, monkeypatch)
             assert code == 0 or (code == 1 and verb in MAY_SAY_NO), (
                 f"{page.name}: {line.command}: exit code {code}"
             )
     for run in ("cpu", "mine"):
         report = json.loads(
-            (stories / "runs" / run / "report" / "report.json").read_text(encoding="utf-8")
+            (reader_folder / "runs" / run / "report" / "report.json").read_text(encoding="utf-8")
         )
         assert report["gate"]["verdict"] in ("passed", "failed", "inconclusive")
         assert report["lossless"]["unexplained_divergences"] == 0
-        assert (stories / "runs" / run / "vllm" / "SERVE.md").is_file()
+        assert (reader_folder / "runs" / run / "vllm" / "SERVE.md").is_file()

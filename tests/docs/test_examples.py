@@ -1,5 +1,7 @@
-"""The folders of examples/ are complete: what their scripts run exists, and their recipes, rows and
-suites load and train."""
+"""The folders of examples/ are complete.
+
+What their scripts run exists, and their recipes, rows and suites load and train.
+"""
 
 import json
 import os
@@ -22,7 +24,7 @@ from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.short_keys import SHORTHANDS, TRAIN, select_recipe_keys
 from tests.data.produce.openai_server import Behaviour, running
-from tests.documented import read, unknown_keys
+from tests.documented import find_unknown_keys, read_page
 from tests.families import Family, family_of, write_model
 from tests.scripts import specdistill
 from tests.tiny import SMALL, tiny_tokenizer
@@ -30,9 +32,11 @@ from tests.tiny import SMALL, tiny_tokenizer
 EXAMPLES = ROOT / "examples"
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/README.md"))
 SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
-OWN_RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "\nmethod: " in read(path)]
+OWN_RECIPES = [
+    path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "\nmethod: " in read_page(path)
+]
 AGENT = EXAMPLES / "agent-with-tools"
-TOOLS_TEMPLATE = read(ROOT / "tests" / "data" / "rows" / "chat_templates" / "qwen3.jinja")
+TOOLS_TEMPLATE = read_page(ROOT / "tests" / "data" / "rows" / "chat_templates" / "qwen3.jinja")
 # Stands in for a program: it writes down what the shell gave it. A server stays and answers once it
 # has started, a job of Ray runs, and the gate says what VERDICT says.
 STAND_IN = """#!/bin/bash
@@ -47,7 +51,7 @@ esac
 """
 ROWS = ["data.regenerate.num_tokens=500", "data.regenerate.batch_size=16"]
 MEASURED = ["eval.num_prompts=2", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0"]
-# What makes the commands of the scripts small.
+# Keys that make the commands of the scripts small.
 SHRUNK = {
     "plan": ["serving.context=128", "training.batch_size=1", "training.max_length=64"],
     "data": ROWS,
@@ -56,8 +60,13 @@ SHRUNK = {
 }
 
 
-def record(script: Path, folder: Path, *arguments: str, **variables: str) -> tuple[int, list[Any]]:
-    """Run a script with stand-ins for its programs; its exit code and the words of each command."""
+def run_with_stand_ins(
+    script: Path, folder: Path, *arguments: str, **variables: str
+) -> tuple[int, list[Any]]:
+    """Run a script with stand-ins for its programs.
+
+    Returns its exit code and the words of each command.
+    """
     programs = folder / "bin"
     programs.mkdir()
     for name in ("specdistill", "vllm", "curl", "ray"):
@@ -69,29 +78,31 @@ def record(script: Path, folder: Path, *arguments: str, **variables: str) -> tup
     ended = subprocess.run(
         ["bash", script, *arguments], cwd=folder, env=environment, check=False, timeout=60
     )
-    return ended.returncode, list(map(shlex.split, read(folder / "log").splitlines()))
+    return ended.returncode, list(map(shlex.split, read_page(folder / "log").splitlines()))
 
 
 def check_keys(commands: list[list[str]]) -> None:
     for program, verb, *words in commands:
         if program == "specdistill":
             keys = [word.partition("=")[0] for word in words if "=" in word]
-            assert unknown_keys(verb, keys) == [], (verb, keys)
+            assert find_unknown_keys(verb, keys) == [], (verb, keys)
 
 
 def test_the_index_lists_every_folder_and_readmes_are_short() -> None:
-    listed = re.findall(r"^\| \[([\w.-]+)\]\(\1/README\.md\)", read(EXAMPLES / "README.md"), re.M)
+    listed = re.findall(
+        r"^\| \[([\w.-]+)\]\(\1/README\.md\)", read_page(EXAMPLES / "README.md"), re.M
+    )
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
     assert len(FOLDERS) == 5
     for folder in FOLDERS:
-        assert len(read(folder / "README.md").split()) <= 250, folder
+        assert len(read_page(folder / "README.md").split()) <= 250, folder
         # recipe.yaml names the suite.
         files = {path.name for path in folder.iterdir()} - {"README.md", "suite.yaml"}
-        assert [name for name in files if name not in read(folder / "README.md")] == []
+        assert [name for name in files if name not in read_page(folder / "README.md")] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_scripts_are_bash(script: Path) -> None:
+def test_scripts_parse_as_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
@@ -106,7 +117,9 @@ def test_scripts_are_bash(script: Path) -> None:
 def test_a_script_takes_every_step_and_ends_as_the_gate_says(
     script: str, steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, commands = record(EXAMPLES / script / "run.sh", tmp_path, "org/model", VERDICT="4")
+    code, commands = run_with_stand_ins(
+        EXAMPLES / script / "run.sh", tmp_path, "org/model", VERDICT="4"
+    )
     assert code == 4
     named = [command[1 if command[0] == "specdistill" else 0] for command in commands]
     assert named == steps.split()
@@ -124,7 +137,7 @@ def test_a_script_takes_every_step_and_ends_as_the_gate_says(
     assert {f"draft={run}/draft", f"target={recipe.target.model}"} < set(by_verb["export"])
 
 
-def test_the_server_of_a_script_is_the_target_of_its_recipe(tmp_path: Path) -> None:
+def test_the_server_of_a_script_serves_the_target_of_its_recipe(tmp_path: Path) -> None:
     for number, (name, file) in enumerate(
         {
             "llama-3.1-8b-eagle3": RECIPES / "llama-3.1-8b" / "eagle3.yaml",
@@ -132,15 +145,15 @@ def test_the_server_of_a_script_is_the_target_of_its_recipe(tmp_path: Path) -> N
         }.items()
     ):
         (tmp_path / str(number)).mkdir()
-        _, commands = record(EXAMPLES / name / "run.sh", tmp_path / str(number))
-        target = yaml.safe_load(read(file))["target"]
+        _, commands = run_with_stand_ins(EXAMPLES / name / "run.sh", tmp_path / str(number))
+        target = yaml.safe_load(read_page(file))["target"]
         (server,) = [command for command in commands if command[0] == "vllm"]
         assert server[1:5] == ["serve", target["model"], "--revision", target["revision"]]
 
 
 def test_jobs_of_ray_make_all_shards_before_they_train(tmp_path: Path) -> None:
     shutil.copy(RECIPES / "llama-3.1-8b" / "eagle3.yaml", tmp_path / "mine.yaml")
-    code, commands = record(EXAMPLES / "cluster" / "ray.sh", tmp_path)
+    code, commands = run_with_stand_ins(EXAMPLES / "cluster" / "ray.sh", tmp_path)
     assert code == 0
     check_keys(commands)
     data_job, make, merge, train_job, train = commands
@@ -177,17 +190,17 @@ def test_recipes_load_and_name_files_that_exist(
 
 def test_the_workflow_trains_the_recipe_that_its_readme_copies() -> None:
     folder = EXAMPLES / "github-actions"
-    (job,) = yaml.safe_load(read(folder / "release.yml"))["jobs"].values()
-    assert f"recipe.yaml {job['with']['recipe']}\n" in read(folder / "README.md")
+    (job,) = yaml.safe_load(read_page(folder / "release.yml"))["jobs"].values()
+    assert f"recipe.yaml {job['with']['recipe']}\n" in read_page(folder / "README.md")
     # The gate asks for a baseline.
-    assert yaml.safe_load(read(folder / "recipe.yaml"))["gate"] == "release"
+    assert yaml.safe_load(read_page(folder / "recipe.yaml"))["gate"] == "release"
     assert job["with"]["baseline"].startswith(f"{job['with']['repo']}@")
 
 
 def test_an_agents_calls_and_answers_carry_loss_and_nothing_else() -> None:
     tokenizer = tiny_tokenizer(TOOLS_TEMPLATE.removesuffix("\n"))
     encode = Encoder(tokenizer, "assistant", 10_000)
-    lines = read(AGENT / "conversations.jsonl").splitlines()
+    lines = read_page(AGENT / "conversations.jsonl").splitlines()
     num_calls = 0
     for number, line in enumerate(lines):
         raw = json.loads(line)
@@ -211,7 +224,9 @@ def test_an_agents_calls_and_answers_carry_loss_and_nothing_else() -> None:
 def test_the_agents_suite_measures_each_kind_of_turn() -> None:
     suite = load_suite(str(AGENT / "suite.yaml"))
     assert {row.category for row in suite.rows} == {"tool_call", "structured_output", "prose"}
-    messages = [json.loads(line)["messages"] for line in read(AGENT / "prompts.jsonl").splitlines()]
+    messages = [
+        json.loads(line)["messages"] for line in read_page(AGENT / "prompts.jsonl").splitlines()
+    ]
     turns = [turn for prompt in messages for turn in prompt if turn["role"] == "assistant"]
     assert len(suite.rows) == len(turns)
 
@@ -233,38 +248,40 @@ def run_small(commands: list[list[str]], *replaced: str) -> None:
 
 
 def check_run(run: str) -> None:
-    report = json.loads(read(Path(run, "report", "report.json")))
+    report = json.loads(read_page(Path(run, "report", "report.json")))
     assert report["gate"]["verdict"] in ("passed", "failed", "inconclusive")
     assert report["lossless"]["unexplained_divergences"] == 0
     assert Path(run, "vllm", "SERVE.md").is_file()
 
 
-@pytest.mark.long  # the whole line, from the data to the export
-def test_the_small_model_goes_the_whole_line(
+@pytest.mark.long  # from the data to the export
+def test_the_small_model_example_runs_from_its_data_to_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(EXAMPLES / "small-model-cpu", tmp_path / "example")
     write_model(tmp_path / "model", {"model_type": "llama"}, family_of("smollm2"))
     monkeypatch.chdir(folder)
-    _, commands = record(folder / "run.sh", tmp_path, str(tmp_path / "model"))
+    _, commands = run_with_stand_ins(folder / "run.sh", tmp_path, str(tmp_path / "model"))
     keys = ["data.decontaminate=[prompts.jsonl]", f"data.cache_dir={tmp_path / 'cache'}"]
     run_small(commands, *keys)
     check_run("runs/small-eagle3")
 
 
-@pytest.mark.long  # the whole line, from the data to the export
-def test_the_agent_goes_the_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long  # from the data to the export
+def test_the_agent_example_runs_from_its_data_to_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = shutil.copytree(AGENT, tmp_path / "example")
-    published = json.loads(read(RECIPES / "qwen3-8b" / "config.json"))
+    published = json.loads(read_page(RECIPES / "qwen3-8b" / "config.json"))
     write_model(tmp_path / "model", published, Family(TOOLS_TEMPLATE, "<|im_end|>"))
     monkeypatch.chdir(folder)
-    recipe = read(folder / "recipe.yaml")
+    recipe = read_page(folder / "recipe.yaml")
     recipe = recipe.replace("Qwen/Qwen3-8B\n", f"{tmp_path / 'model'}\n")
     recipe = re.sub(r"\n  revision: .*", "", recipe)
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    script = read(folder / "run.sh").replace("Qwen/Qwen3-8B", str(tmp_path / "model"))
+    script = read_page(folder / "run.sh").replace("Qwen/Qwen3-8B", str(tmp_path / "model"))
     (folder / "run.sh").write_text(script, encoding="utf-8")
-    _, commands = record(folder / "run.sh", tmp_path)
+    _, commands = run_with_stand_ins(folder / "run.sh", tmp_path)
     with running(Behaviour(returns_tokens=False)) as server:
         run_small(
             commands,
@@ -276,5 +293,5 @@ def test_the_agent_goes_the_whole_line(tmp_path: Path, monkeypatch: pytest.Monke
             "train.torch_compile=false",
         )
     check_run("runs/agent-with-tools")
-    report = json.loads(read(Path("runs/agent-with-tools/report/report.json")))
+    report = json.loads(read_page(Path("runs/agent-with-tools/report/report.json")))
     assert "tool_call" in {row["category"] for row in report["results"]}

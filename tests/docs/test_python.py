@@ -1,5 +1,4 @@
-"""The Python of the pages, run in the order in which it stands: docs/python.md, and the notebook
-next to it."""
+"""The Python code of docs/python.md and its notebook runs, in the order in which it stands."""
 
 import ast
 import json
@@ -11,11 +10,11 @@ import yaml
 
 import specdistill
 from specdistill.common.project import RECIPES, ROOT
-from tests.documented import read
+from tests.documented import read_page
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
-# What makes a recipe small. A page names the recipe, and finds this one in its place, in the folder
+# Values that make a recipe small. The page names the recipe, and finds the small one in the folder
 # where it runs.
 SMALL = {
     "train": {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2},
@@ -30,26 +29,26 @@ SMALL = {
 }
 
 
-def blocks(page: Path) -> list[str]:
+def read_blocks(page: Path) -> list[str]:
     if page.suffix == ".ipynb":
         return [
             "".join(cell["source"])
-            for cell in json.loads(read(page))["cells"]
+            for cell in json.loads(read_page(page))["cells"]
             if cell["cell_type"] == "code"
         ]
-    return re.findall(r"^```python\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```", read_page(page), re.MULTILINE | re.DOTALL)
 
 
-def run(page: Path) -> dict[str, object]:
+def run_page(page: Path) -> dict[str, object]:
     names: dict[str, object] = {}
-    for block in blocks(page):
+    for block in read_blocks(page):
         exec(compile(block, page.name, "exec"), names)
     return names
 
 
 def make_small(recipe: str, **more: object) -> None:
-    values = yaml.safe_load(read(RECIPES / f"{recipe}.yaml"))
-    values["train"].pop("num_train_epochs", None)  # SMALL has steps
+    values = yaml.safe_load(read_page(RECIPES / f"{recipe}.yaml"))
+    values["train"].pop("num_train_epochs", None)  # SMALL sets steps
     for section, keys in {**SMALL, **more}.items():
         values[section] = {**values[section], **keys}  # type: ignore[dict-item]
     Path(recipe).parent.mkdir()
@@ -57,10 +56,10 @@ def make_small(recipe: str, **more: object) -> None:
 
 
 @pytest.mark.parametrize("page", [PAGE, NOTEBOOK], ids=lambda page: page.name)
-def test_what_a_page_imports_is_offered(page: Path) -> None:
+def test_the_package_has_the_names_that_a_page_imports(page: Path) -> None:
     imports = [
         node
-        for block in blocks(page)
+        for block in read_blocks(page)
         for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.ImportFrom)
     ]
@@ -73,13 +72,15 @@ def test_what_a_page_imports_is_offered(page: Path) -> None:
 
 
 def test_a_gated_draft_takes_at_most_fifteen_lines() -> None:
-    first = [line for line in blocks(PAGE)[0].splitlines() if line]
+    first = [line for line in read_blocks(PAGE)[0].splitlines() if line]
     assert all(f"{name}(" in "\n".join(first) for name in ("train", "measure", "judge"))
     assert len(first) <= 15
 
 
 def test_a_notebook_is_kept_without_its_outputs() -> None:
-    cells = [cell for cell in json.loads(read(NOTEBOOK))["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell for cell in json.loads(read_page(NOTEBOOK))["cells"] if cell["cell_type"] == "code"
+    ]
     assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []
 
 
@@ -98,7 +99,7 @@ def test_the_page_runs(in_empty_folder: Path) -> None:
             "".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8"
         )
     make_small("small/eagle3")
-    names = run(PAGE)
+    names = run_page(PAGE)
     assert {type(names[name]).__name__ for name in ("report", "decision")} == {"Report"}
     assert (
         Path("runs/python/report/release/report.json").is_file()
@@ -109,5 +110,5 @@ def test_the_page_runs(in_empty_folder: Path) -> None:
 @pytest.mark.long  # a training and a measurement of pico
 def test_the_notebook_runs(in_empty_folder: Path) -> None:
     make_small("pico/eagle3")
-    run(NOTEBOOK)
+    run_page(NOTEBOOK)
     assert Path("runs/notebook/report/default/report.json").is_file()

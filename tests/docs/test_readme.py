@@ -1,5 +1,7 @@
-"""The README's figures are those of the pages that they link to, and its table of engines is what
-the methods state."""
+"""The README's figures are those of the pages that they link to.
+
+Its table of engines is what the methods state.
+"""
 
 import re
 from collections.abc import Iterator
@@ -23,14 +25,14 @@ def read_page(name: str) -> str:
 
 
 def list_rows(heading: str) -> Iterator[list[str]]:
-    """The rows of the first table below a heading, without the line of dashes."""
+    """Yield the rows of the first table below a heading, without the line of dashes."""
     section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
     for line in section.splitlines():
         if line.startswith("|") and not line.startswith("|-"):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_it_is_short() -> None:
+def test_the_readme_is_short() -> None:
     words = [word for word in README.split() if re.search(r"\w", word)]
     assert len(words) <= 900
 
@@ -76,5 +78,5 @@ def test_every_method_has_what_its_engines_state() -> None:
             if cell == "loader checked":
                 assert serving.loaders, (name, engine)
             if cell == "run here":
-                decoded = (ROOT / "tests" / "with_engines" / tests).read_text(encoding="utf-8")
-                assert name.strip("`") in decoded or "n-gram" in decoded, (name, engine)
+                engine_tests = (ROOT / "tests" / "with_engines" / tests).read_text(encoding="utf-8")
+                assert name.strip("`") in engine_tests or "n-gram" in engine_tests, (name, engine)

@@ -1,5 +1,4 @@
-"""The site of docs/: every page is in its navigation, it builds without a warning, and it loads
-nothing from elsewhere."""
+"""The site of docs/ builds without a warning, has every page and loads nothing from elsewhere."""
 
 import os
 import re
@@ -18,9 +17,9 @@ from specdistill.common.project import ROOT
 from specdistill.evaluation.report.files import read_report, to_picture
 from specdistill.evaluation.report.phrases import format_verdict
 from specdistill.evaluation.report.text import to_markdown
-from tests.documented import keys_of
+from tests.documented import list_verb_keys
 
-# `!ENV` and `!!python/name` are tags of mkdocs' own loader; the navigation has none.
+# yaml cannot load the whole file, which has tags of mkdocs' own loader; the navigation has none.
 NAVIGATION = yaml.safe_load(
     "nav:" + (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
 )["nav"]
@@ -31,23 +30,25 @@ LOADED = re.compile(
 IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?((?:https?:)?//[^\"')]+)")
 
 
-def leaves(nav: Any) -> list[str]:
+def list_pages(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
     return [
-        page for part in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(part)
+        page
+        for part in (nav.values() if isinstance(nav, dict) else nav)
+        for page in list_pages(part)
     ]
 
 
 def test_navigation_has_every_page_once() -> None:
     # docs/site.py adds these two and the pages in reference/
     others = ["contributing.md", "changelog.md"]
-    pages = [page for page in leaves(NAVIGATION) if not page.startswith("reference/")]
+    pages = [page for page in list_pages(NAVIGATION) if not page.startswith("reference/")]
     assert sorted(pages) == sorted([*others, *(page.name for page in (ROOT / "docs").glob("*.md"))])
 
 
 def test_pages_are_short() -> None:
-    """Without the generated reference: the tables of recipes and of supported models."""
+    """The generated tables of recipes and of supported models do not count."""
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     text = re.sub(r"<!-- (recipes|kinds) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
     assert len([word for word in text.split() if re.search(r"\w", word)]) <= 20_000
@@ -67,7 +68,10 @@ def test_the_sample_report_is_what_the_code_makes_of_its_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, as `make site` builds it: a link that leads nowhere or any other warning fails."""
+    """Build the site as `make site` does and return its folder; any warning fails.
+
+    A link that leads nowhere is such a warning.
+    """
     if find_spec("material") is None:
         pytest.skip("needs mkdocs-material: make setup")
     folder = tmp_path_factory.mktemp("site")
@@ -104,8 +108,8 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
         assert (path.parent / script).resolve().is_file(), path
     assert 'data-md-component="source"' not in "".join(texts.values())
 
-    # What the pages link to is a page of the site, or a file of the repository that exists; threads
-    # are links
+    # Links lead to a page of the site, or to a file of the repository that exists. Numbers of
+    # threads are links.
     prefix = f"{REPOSITORY}/"
     links = {link for page in pages for link in re.findall(rf'href="{prefix}([^"#]+)', texts[page])}
     assert "blob/main/specdistill/training/losses/divergence.py" in links
@@ -137,11 +141,11 @@ def test_reference_has_every_key_every_field_and_every_name(site: Path) -> None:
         page.parent.name: page.read_text(encoding="utf-8")
         for page in (site / "reference").glob("*/index.html")
     }
-    assert {f"reference/{name}.md" for name in pages} <= set(leaves(NAVIGATION))
+    assert {f"reference/{name}.md" for name in pages} <= set(list_pages(NAVIGATION))
     text = "".join(pages.values())
     for verb in VERBS:
         assert f">specdistill {verb}<" in text or f'id="specdistill-{verb}"' in text
-        keys = {key for key in keys_of(verb) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key)}
+        keys = {key for key in list_verb_keys(verb) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key)}
         assert {key for key in keys - {"recipe"} if f"<code>{key}</code>" not in text} == set(), (
             verb
         )

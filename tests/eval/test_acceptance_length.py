@@ -1,5 +1,4 @@
-"""The acceptance length of whole measurements: tokens emitted in rounds over rounds, whatever ends
-an answer.
+"""The acceptance length of a whole measurement is its tokens emitted in rounds over its rounds.
 
 A model that drafts for itself accepts every token. A greedy answer of n tokens, as transformers'
 `generate()` gives it, then takes ceil((n - 1) / (K + 1)) rounds, since its first token comes from
@@ -29,7 +28,7 @@ K = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, one of whose copies ends its answers early, its suite and a gate."""
+    """Return a folder with two targets, one of which ends its answers early, a suite and a gate."""
     folder = tmp_path_factory.mktemp("acceptance")
     for name, stop_ids in (("target", []), ("stopping", [*range(0, 260, 12)])):
         model = tiny_target_model(num_layers=2)
@@ -64,7 +63,7 @@ def measure(
     return read_report(output)
 
 
-def answer_lengths(model: Any, max_new_tokens: int) -> list[int]:
+def count_answer_tokens(model: Any, max_new_tokens: int) -> list[int]:
     """Return how many tokens transformers generates for each prompt."""
     lengths = []
     for prompt in PROMPTS:
@@ -102,7 +101,7 @@ def check_counts(report: dict[str, Any], records: list[PromptRecord]) -> None:
         ("target", 5, ("eval.tree={branching: [2, 1, 1, 1, 1, 1, 1, 1]}",)),
     ],
 )
-def test_a_model_that_drafts_for_itself(
+def test_a_model_that_drafts_for_itself_has_every_token_accepted(
     target: str, max_new_tokens: int, keys: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     draft = ("method=draft_model", f"draft={folder / target}", f"eval.num_speculative_tokens={K}")
@@ -110,7 +109,9 @@ def test_a_model_that_drafts_for_itself(
         folder, tmp_path / "report", target, *draft, f"eval.max_new_tokens={max_new_tokens}", *keys
     )
     check_counts(report, records)
-    lengths = answer_lengths(AutoModelForCausalLM.from_pretrained(folder / target), max_new_tokens)
+    lengths = count_answer_tokens(
+        AutoModelForCausalLM.from_pretrained(folder / target), max_new_tokens
+    )
     assert [len(record.token_ids) for record in records] == lengths
     num_rounds = sum(math.ceil((length - 1) / (K + 1)) for length in lengths)
     row = report["results"][0]
@@ -153,8 +154,10 @@ def test_a_model_that_drafts_for_itself(
 def test_every_token_is_counted_once(
     target: str, keys: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
-    """Also where nothing, a short draft, a tree, or what differs from the target was drafted, and
-    the prediction is of the same rounds."""
+    """Nothing, a short draft, a tree, or tokens that differ from the target's are drafted.
+
+    The prediction is of the same rounds.
+    """
     keys = tuple(key.format(draft=folder / "target", adapter=folder / "adapter") for key in keys)
     report, records = measure(folder, tmp_path / "report", target, "eval.max_new_tokens=40", *keys)
     check_counts(report, records)

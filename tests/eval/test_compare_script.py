@@ -1,4 +1,4 @@
-"""eval/compare.py, from drafts on disk to the comparison's folder."""
+"""eval/compare.py compares drafts on disk and writes the comparison's folder."""
 
 import json
 import re
@@ -32,14 +32,17 @@ HISTORY = {
 }
 
 
-def command(*arguments):
+def run_compare(*arguments):
     return run(eval_compare.main, eval_compare.CompareOptions, list(arguments), shorthands=COMPARE)
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with a target, a suite, a trained run with a head, a draft model and a head for a
-    wider target."""
+    """Return a folder with a target, a suite, a trained run and further drafts.
+
+    The drafts are the run's head, a draft model, a head for a wider target and a draft of another
+    family.
+    """
     folder = tmp_path_factory.mktemp("work")
     model, tokenizer = tiny_target_model(num_layers=3), tiny_tokenizer()
     smaller, wider = (
@@ -68,14 +71,14 @@ def work(tmp_path_factory):
 
 @pytest.fixture
 def arguments(work, tmp_path, monkeypatch):
-    """From inside that folder, as short a measurement as there is, into `tmp_path`."""
+    """Return arguments of as short a measurement as there is, from that folder into `tmp_path`."""
     monkeypatch.chdir(work)
     quick = ("max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0")
     return ["target=./target", "suite=suite.jsonl", f"output_dir={tmp_path / 'out'}", *quick]
 
 
-def read(folder):
-    """A candidate's report, and the rounds of all its prompts."""
+def read_candidate(folder):
+    """Return a candidate's report and the rounds of all its prompts."""
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return json.loads((folder / "report.json").read_text()), [
         entry for sample in samples for entry in sample["rounds"]
@@ -83,7 +86,7 @@ def read(folder):
 
 
 def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, capsys):
-    assert command(*arguments, "drafts=[run/draft,small,ngram]") == ExitCode.DONE
+    assert run_compare(*arguments, "drafts=[run/draft,small,ngram]") == ExitCode.DONE
     out = tmp_path / "out"
     names = ["draft", "small", "ngram"]
     assert sorted(path.name for path in out.iterdir()) == sorted(
@@ -97,7 +100,7 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     assert all(entry["lossless"] for entry in comparison["ranking"])
     reports = [candidate["report"] for candidate in comparison["candidates"]]
     assert [report["draft"]["method"] for report in reports] == ["eagle3", "draft_model", "ngram"]
-    # measured once, for all
+    # The baseline is measured once, for all drafts.
     assert len({report["results"][0]["baseline_tokens_per_second"] for report in reports}) == 1
     for name, report in zip(names, reports, strict=True):
         assert sorted(path.name for path in (out / name).iterdir()) == FILES
@@ -111,7 +114,7 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     (tmp_path / "any.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n")
     judge_again(
         GateOptions(report=str(out / "ngram"), gates=str(tmp_path / "any.yaml"))
-    )  # a comparison's report is judged as any other
+    )  # a report of a comparison is judged like any other
     page = (out / "comparison.html").read_text()
     assert "7.5 s" in page
     printed = capsys.readouterr().out
@@ -122,26 +125,26 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
 def test_a_comparison_resumes_with_the_prompt_that_was_interrupted(
     arguments, tmp_path, monkeypatch, capsys
 ):
-    decoded, as_it_is = [], MeasurementCache.append_batch
+    decoded, append_batch = [], MeasurementCache.append_batch
     keys = (*arguments, "drafts=[small,ngram]")
 
-    def interrupted(cache, fingerprint, generations):
+    def append_or_interrupt(cache, fingerprint, generations):
         if len(decoded) == 3:
             raise KeyboardInterrupt
         decoded.append(generations)
-        as_it_is(cache, fingerprint, generations)
+        append_batch(cache, fingerprint, generations)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MeasurementCache, "append_batch", interrupted)
-        assert command(*keys) == ExitCode.INTERRUPTED
+        patch.setattr(MeasurementCache, "append_batch", append_or_interrupt)
+        assert run_compare(*keys) == ExitCode.INTERRUPTED
     capsys.readouterr()
-    assert command(*keys) == ExitCode.DONE
+    assert run_compare(*keys) == ExitCode.DONE
     said = capsys.readouterr().err
     assert (
         "Resuming: 3 batches were decoded before" in said
         and "4 prompts, 1 times each: 1 of 1 runs, took" in said
     )
-    rounds = read(tmp_path / "out" / "small")[1]
+    rounds = read_candidate(tmp_path / "out" / "small")[1]
     expected = [entry for ways in decoded for entry in ways[1][0].rounds]
     assert [tuple(entry["emitted"]) for entry in rounds][: len(expected)] == [
         entry.emitted for entry in expected
@@ -153,11 +156,11 @@ def test_a_comparison_resumes_with_the_prompt_that_was_interrupted(
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
     told = ("ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
     assert (
-        command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told)
+        run_compare(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told)
         == ExitCode.DONE
     )
     assert [
-        read(tmp_path / "out" / name)[0]["settings"]["drafting"]
+        read_candidate(tmp_path / "out" / name)[0]["settings"]["drafting"]
         for name in ("draft", "small", "ngram")
     ] == [
         {},
@@ -174,21 +177,21 @@ def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_p
         "num_prompts=2",
     ]
     assert (
-        command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tokens: 1}},null]")
+        run_compare(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tokens: 1}},null]")
         == ExitCode.DONE
     )
     folder = tmp_path / "out" / "ngram+draft"
-    report, rounds = read(folder)
+    report, rounds = read_candidate(folder)
     assert report["settings"]["drafting"] == {
         FIRST: {"method": "ngram", "min": 1, "max": 5, "draft_tokens": 1}
     }
     assert report["draft"]["model"] == "run/draft"
-    # of K = 0 and K alone, and at the cost of what a round drafts
+    # The curve has K = 0 and K alone, at the cost of what a round drafts.
     row, theory = report["results"][0], report["theory"]
     a_round = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
     assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
     assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
-    # the draft's, and the n-gram lookup's
+    # The draft proposes one token, and the n-gram lookup four.
     assert {len(entry["drafted"]) for entry in rounds} == {1, 4}
     told = "ngram lookup of 1 to 5 tokens first, behind it a chain of 1"
     pages = (
@@ -201,9 +204,11 @@ def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_p
 
 def test_suffix_decoding_is_compared_alone_and_in_front_of_a_draft(arguments, tmp_path):
     keys = ["drafts=[run/draft,suffix]", "num_prompts=2", "suffix.max=8"]
-    assert command(*arguments, *keys, f"{FIRST}_each=[{{method: suffix}},null]") == ExitCode.DONE
+    assert (
+        run_compare(*arguments, *keys, f"{FIRST}_each=[{{method: suffix}},null]") == ExitCode.DONE
+    )
     settings = [
-        read(tmp_path / "out" / name)[0]["settings"]["drafting"]
+        read_candidate(tmp_path / "out" / name)[0]["settings"]["drafting"]
         for name in ("suffix+draft", "suffix")
     ]
     assert (
@@ -220,17 +225,17 @@ def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
         "num_prompts=2",
     ]
     assert (
-        command(
+        run_compare(
             *arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tree: {{branching: [2,2]}}}}]"
         )
         == ExitCode.DONE
     )
     folder = tmp_path / "out" / "ngram+draft"
-    report, rounds = read(folder)
+    report, rounds = read_candidate(folder)
     drafting = report["settings"]["drafting"][FIRST]
     assert drafting["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
-    # of an n-gram lookup's chain, and of 6 nodes 2 deep
+    # The chain of the n-gram lookup has no such nodes; the tree of 6 nodes, 2 deep, has 4.
     assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}
     assert (
         "ngram lookup of 1 to 5 tokens first, behind it a tree with branching 2, 2"
@@ -238,14 +243,14 @@ def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
     )
 
 
-def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(
+def test_a_target_that_reads_no_trees_is_refused_before_anything_is_measured(
     arguments, tmp_path, capsys
 ):
     tiny_model("qwen3_next").save_pretrained(tmp_path / "recurrent")
     tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
     keys = [f"target={tmp_path / 'recurrent'}", "drafts=[small,ngram]"]
     assert (
-        command(*arguments, *keys, f"{FIRST}_each=[{{draft_tree: {{branching: [2]}}}},null]")
+        run_compare(*arguments, *keys, f"{FIRST}_each=[{{draft_tree: {{branching: [2]}}}},null]")
         == ExitCode.USER_ERROR
     )
     assert (
@@ -261,10 +266,10 @@ def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path)
         "trees_each=[{branching: [2,2]},null,null]",
         "num_prompts=2",
     ]
-    assert command(*arguments, "drafts=[run/draft,small,ngram]", *keys) == ExitCode.DONE
+    assert run_compare(*arguments, "drafts=[run/draft,small,ngram]", *keys) == ExitCode.DONE
     baselines = set()
     for name, k in {"draft": 2, "small": 3, "ngram": 1}.items():
-        report, rounds = read(tmp_path / "out" / name)
+        report, rounds = read_candidate(tmp_path / "out" / name)
         row = report["results"][0]
         baselines.add(row["baseline_tokens_per_second"])
         assert (
@@ -278,7 +283,7 @@ def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path)
 
 
 def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
-    assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.DONE
+    assert run_compare(*arguments, "drafts=[run/draft,ngram]") == ExitCode.DONE
     page = (
         (tmp_path / "out" / "comparison.md")
         .read_text()
@@ -287,7 +292,7 @@ def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
     )
     head, _, *rows = page.strip().splitlines()
     assert head.startswith("| category | prompts |") and "draft" in head and "ngram" in head
-    report, _ = read(tmp_path / "out" / "draft")
+    report, _ = read_candidate(tmp_path / "out" / "draft")
     for row, line in zip(report["results"], rows, strict=True):
         assert f"{row['speedup']:.2f}×" in line and f"| {row['num_prompts']} |" in line
     table = (
@@ -296,7 +301,7 @@ def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
         .partition("<h2>By category</h2>")[2]
         .partition("</thead>")[0]
     )
-    # names as they are
+    # The page shows names unchanged.
     assert {">category<", ">draft<", ">ngram<"} <= {
         f">{part}" for part in re.findall(r">([^>]+<)", table)
     }
@@ -304,23 +309,23 @@ def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
 
 def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
     family = (*arguments, "drafts=[foreign,small]", "num_prompts=2")
-    assert command(*family) == ExitCode.USER_ERROR
+    assert run_compare(*family) == ExitCode.USER_ERROR
     printed = capsys.readouterr().err
     assert (
         "error: drafts: got a draft of 256 tokens for a target of 260" in printed
         and "heterogeneous_vocab=true" in printed
     )
-    assert command(*family, "heterogeneous_vocab=true") == ExitCode.DONE
+    assert run_compare(*family, "heterogeneous_vocab=true") == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     candidates = {candidate["name"]: candidate for candidate in comparison["candidates"]}
     assert candidates["foreign"]["report"]["settings"]["drafting"]["heterogeneous_vocab"] is True
     assert all(entry["lossless"] for entry in comparison["ranking"])
 
 
-def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):
+def test_a_draft_that_changes_the_text_ends_with_exit_code_one(arguments, tmp_path, monkeypatch):
     check = runner.check_greedy
 
-    def only_ngram_is_lossless(target, proposer, *others):
+    def mark_others_divergent(target, proposer, *others):
         found = check(target, proposer, *others)
         return (
             found
@@ -328,8 +333,8 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
             else [{"prompt_id": "p", "near_tie": False}, *found[1:]]
         )
 
-    monkeypatch.setattr(runner, "check_greedy", only_ngram_is_lossless)
-    assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
+    monkeypatch.setattr(runner, "check_greedy", mark_others_divergent)
+    assert run_compare(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
     ranking = json.loads((tmp_path / "out" / "comparison.json").read_text())["ranking"]
     assert [(entry["name"], entry["lossless"]) for entry in ranking] == [
         ("ngram", True),
@@ -435,7 +440,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, more, key, got):
-    assert command(*arguments, *more) == ExitCode.USER_ERROR
+    assert run_compare(*arguments, *more) == ExitCode.USER_ERROR
     said = capsys.readouterr().err.splitlines()[-1]
     expected = f"error: {key} is required: " if got == "nothing" else f"error: {key}: {got}"
     assert said.replace(": got ", ": ").startswith(expected.replace(": got ", ": "))
@@ -450,20 +455,20 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, m
         '{"seconds": 1, "steps": 2, "log": [{"epoch": "x"}]}',
     ],
 )
-def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(
+def test_a_history_that_cannot_be_read_is_refused_before_anything_is_measured(
     arguments, work, tmp_path, capsys, monkeypatch, written
 ):
     monkeypatch.setattr(candidates, "measure", None)
     path = work / "run" / "run" / "history.json"
     path.write_text(written)
     try:
-        assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.USER_ERROR
+        assert run_compare(*arguments, "drafts=[run/draft,ngram]") == ExitCode.USER_ERROR
     finally:
         path.write_text(json.dumps(HISTORY))
     assert refused_key(printed := capsys.readouterr().err) == "drafts" and "history.json" in printed
 
 
 def test_help_shows_the_launch_line_and_every_key(capsys):
-    assert command("--help") == ExitCode.DONE
+    assert run_compare("--help") == ExitCode.DONE
     printed = capsys.readouterr().out
     assert "python eval/compare.py target=pico" in printed and "short for target.model" in printed

@@ -1,5 +1,4 @@
-"""A measurement that two processes share: acceptance and losslessness of all prompts, speed of the
-first one's."""
+"""Two processes share a measurement: acceptance is that of all prompts, speed that of the first."""
 
 import json
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.launches import TWO_PROCESSES, finish, start
 from tests.refusals import refused_key
 from tests.tiny import write_inputs
 
-# processes, seconds each
+# Each test starts processes, which takes seconds.
 pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]
 COUNTS = (
     "num_prompts",
@@ -38,7 +37,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["method=ngram", f"target={folder / 'model'}", f"suite={folder / 'suite.jsonl'}", *few]
 
 
-def measured(
+def measure_in_processes(
     folder: Path, *keys: str, config: str, options: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     process = start(
@@ -53,8 +52,10 @@ def measured(
 
 
 def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) -> None:
-    alone = measured(tmp_path / "one", *keys, config="cpu")
-    both = measured(tmp_path / "two", *keys, config="cpu_processes", options=TWO_PROCESSES)
+    alone = measure_in_processes(tmp_path / "one", *keys, config="cpu")
+    both = measure_in_processes(
+        tmp_path / "two", *keys, config="cpu_processes", options=TWO_PROCESSES
+    )
     for one, two in zip(alone["results"], both["results"], strict=True):
         assert {name: one[name] for name in COUNTS} == {name: two[name] for name in COUNTS}
     assert alone["lossless"]["prompts_checked"] == both["lossless"]["prompts_checked"] == 7
@@ -63,7 +64,7 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
         read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two")
     )
     assert [record.text for record in one] == [record.text for record in two]
-    # a, b, a, …
+    # Only the first process is timed: it has prompts 0, 1, 4 and 5.
     assert [record.baseline is None for record in two] == [
         False,
         False,
@@ -75,7 +76,9 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
     ]
 
 
-def test_what_looks_earlier_outputs_up_is_not_shared(keys: list[str], tmp_path: Path) -> None:
+def test_a_method_that_looks_up_earlier_outputs_is_refused_in_two_processes(
+    keys: list[str], tmp_path: Path
+) -> None:
     arguments = [*keys, "method=suffix", f"output_dir={tmp_path}"]
     process = start(ROOT / "eval/run.py", *arguments, config="cpu_processes", options=TWO_PROCESSES)
     errors = [line for line in finish(process).splitlines() if line.startswith("error: ")]

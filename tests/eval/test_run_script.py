@@ -1,4 +1,4 @@
-"""eval/run.py, from the command line's arguments to the files it leaves."""
+"""eval/run.py turns the arguments of the command line into the files of a report."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from specdistill.targets.files import TargetFiles
 from tests.draft_models import other_tokenizer, tiny_draft_model
 from tests.refusals import refused_key
 from tests.scripts import REPORT_FILES as FILES
-from tests.scripts import evaluate as command
+from tests.scripts import evaluate as run_eval
 from tests.scripts import load_script
 from tests.tiny import save_adapter, tiny_target_model, write_target
 
@@ -53,7 +53,7 @@ def gate(tmp_path):
 
 @pytest.fixture
 def keys(target, suite, gate, tmp_path):
-    """Of as short a measurement as there is, into `report`."""
+    """Return keys of as short a measurement as there is, written into `report`."""
     quick = ("eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0")
     return [
         f"target={target}",
@@ -66,12 +66,14 @@ def keys(target, suite, gate, tmp_path):
 
 
 @pytest.fixture
-def measured(keys, tmp_path):
-    """Measure with further keys; the report, which fits its schema, and the samples of the
-    folder."""
+def run_measurement(keys, tmp_path):
+    """Return a function that measures with further keys.
+
+    It returns the report, which fits its schema, and the samples of the folder.
+    """
 
     def measure(*more, code=ExitCode.DONE, folder=tmp_path / "report"):
-        assert command(*keys, *more, f"output_dir={folder}") == code
+        assert run_eval(*keys, *more, f"output_dir={folder}") == code
         report = json.loads((folder / "report.json").read_text())
         validate_report(report)
         return report, [
@@ -81,9 +83,9 @@ def measured(keys, tmp_path):
     return measure
 
 
-def test_a_measurement_leaves_a_whole_report(measured, tmp_path, capsys):
+def test_a_measurement_leaves_a_whole_report(run_measurement, tmp_path, capsys):
     folder = tmp_path / "report"
-    report, samples = measured("eval.num_speculative_tokens=2", "eval.ngram.max=4")
+    report, samples = run_measurement("eval.num_speculative_tokens=2", "eval.ngram.max=4")
     assert sorted(path.name for path in folder.iterdir()) == FILES
     row = report["results"][0]
     assert (row["category"], row["num_prompts"], len(row["accepted_per_position"])) == ("all", 4, 2)
@@ -104,11 +106,11 @@ def test_a_measurement_leaves_a_whole_report(measured, tmp_path, capsys):
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
 
 
-def test_trees_are_measured_and_reported(measured, tmp_path):
+def test_trees_are_measured_and_reported(run_measurement, tmp_path):
     draft = tmp_path / "draft"
     write_target(draft, num_layers=1)
     tree = "eval.tree={budget: 6, depth: 3, top_k: 2}"
-    report, samples = measured("method=draft_model", f"draft={draft}", tree)
+    report, samples = run_measurement("method=draft_model", f"draft={draft}", tree)
     row, settings = report["results"][0], report["settings"]
     assert settings["tree"] == row["tree"] == {"budget": 6, "depth": 3, "top_k": 2}
     assert (
@@ -134,10 +136,12 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
 
 @pytest.mark.long  # loads a target for each adapter
 def test_one_draft_is_measured_over_several_adapters_each_a_category(
-    measured, keys, target, tmp_path, capsys
+    run_measurement, keys, target, tmp_path, capsys
 ):
-    """As with each alone, and lossless by each; the draft's record names the base or one of
-    them."""
+    """Rounds are those with each adapter alone, and each adapter is lossless.
+
+    The draft's record may name the base or one of the adapters.
+    """
     for name, alpha in (("maths", 8), ("code", 80)):
         save_adapter(tmp_path / name, str(target), num_layers=2)
         config = json.loads((tmp_path / name / "adapter_config.json").read_text())
@@ -146,7 +150,7 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
         )
     adapters = [str(tmp_path / name) for name in ("maths", "code")]
     several = f"target.adapter=[{','.join(adapters)}]"
-    report, samples = measured(several, "eval.sampling_draws=20")
+    report, samples = run_measurement(several, "eval.sampling_draws=20")
     assert [row["category"] for row in report["results"]] == ["all", "maths", "code"]
     assert (report["suite"]["num_prompts"], report["lossless"]["prompts_checked"]) == (
         8,
@@ -154,7 +158,7 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
     ) and report["gate"]["passed"]
     assert report["target"]["model"] == f"{target.name} + maths, code"
     both = [
-        measured(f"target.adapter={adapter}", folder=tmp_path / f"{adapter}-alone")
+        run_measurement(f"target.adapter={adapter}", folder=tmp_path / f"{adapter}-alone")
         for adapter in adapters
     ]
     assert [[sample["rounds"] for sample in alone] for _, alone in both] == [
@@ -181,7 +185,10 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
         (draft / "config.json").write_text(
             json.dumps({**config, "specdistill": {"target": made_for}})
         )
-        assert len(measured(*of_draft, "eval.num_prompts=1", folder=tmp_path / "of-draft")[1]) == 2
+        assert (
+            len(run_measurement(*of_draft, "eval.num_prompts=1", folder=tmp_path / "of-draft")[1])
+            == 2
+        )
     other = {**identity, "weights": "0" * 64}
     (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": other}}))
     for key, given in (
@@ -189,20 +196,26 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
         ("target.adapter", [f"target.adapter=[{adapters[0]},{adapters[0]}]"]),
     ):
         capsys.readouterr()
-        assert command(*keys, *given) == ExitCode.USER_ERROR
+        assert run_eval(*keys, *given) == ExitCode.USER_ERROR
         assert refused_key(capsys.readouterr().err) == key
 
 
 @pytest.mark.long  # measures several times
-def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path):
-    """The first prompt's rounds are those without past outputs, a later one's are not; whatever the
-    repetition."""
+def test_suffixes_are_looked_up_in_the_outputs_of_earlier_prompts(run_measurement, tmp_path):
+    """Past outputs change the rounds of later prompts, not those of the first.
+
+    This holds whatever the repetition.
+    """
     keys = ("method=suffix", "eval.max_new_tokens=24", "eval.temperature=1", "eval.top_k=2")
-    report, samples = measured(*keys, "eval.sampling_draws=20", "eval.repeats=2", "eval.warmup=1")
+    report, samples = run_measurement(
+        *keys, "eval.sampling_draws=20", "eval.repeats=2", "eval.warmup=1"
+    )
     assert report["settings"]["drafting"]["max_cached_requests"] == 10000
     assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
-    once = measured(*keys, folder=tmp_path / "once")[1]
-    alone = measured(*keys, "eval.suffix.max_cached_requests=0", folder=tmp_path / "alone")[1]
+    once = run_measurement(*keys, folder=tmp_path / "once")[1]
+    alone = run_measurement(*keys, "eval.suffix.max_cached_requests=0", folder=tmp_path / "alone")[
+        1
+    ]
     rounds, of_once, of_alone = (
         [sample["rounds"] for sample in each] for each in (samples, once, alone)
     )
@@ -210,7 +223,7 @@ def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path)
     assert rounds[0] == of_alone[0]
 
 
-def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, tmp_path):
+def test_a_draft_of_another_vocabulary_takes_token_replacements(run_measurement, tmp_path):
     draft = tmp_path / "draft"
     tokenizer = other_tokenizer("a", ("</s>",))
     tiny_draft_model(len(tokenizer), seed=2).save_pretrained(draft)
@@ -219,7 +232,7 @@ def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, t
         "heterogeneous_vocab": True,
         "token_replacements": {"<|endoftext|>": "</s>", "<|user|>": "User: "},
     }
-    report, _ = measured(
+    report, _ = run_measurement(
         "method=draft_model",
         f"draft={draft}",
         *(f"eval.{key}={json.dumps(told[key])}" for key in told),
@@ -238,9 +251,8 @@ def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, t
         pytest.param("suffix", 2, {1, 2}, marks=pytest.mark.long),  # draws as often as the first
     ],
 )
-def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, lengths):
-    """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and
-    the gate's verdict."""
+def test_a_draft_is_measured_behind_a_lookup(run_measurement, tmp_path, method, own, lengths):
+    """One prompt at a time and batches are sampled, tested for sampling and judged."""
     draft = tmp_path / "draft"
     write_target(draft, num_layers=1)
     lookup = f"eval.lookup_first={{method: {method}, min: 1, draft_tokens: {own}}}"
@@ -250,7 +262,7 @@ def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, le
         "eval.sweep.batch_size=[2]",
         "eval.sampling_draws=50",
     ]
-    report, samples = measured(
+    report, samples = run_measurement(
         "method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more
     )
     assert report["settings"]["drafting"]["lookup_first"] == {
@@ -267,8 +279,8 @@ def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, le
     assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == lengths
     if (
         method == "ngram"
-        # what a suffix is found in also depends on the batch, and so does which of the possible
-        # texts is sampled
+        # The texts that a suffix is found in also depend on the batch, and so does which of the
+        # possible texts is sampled.
     ):
         assert [sample["text"] for sample in samples[:4]] == [
             sample["text"] for sample in samples[4:]
@@ -276,9 +288,11 @@ def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, le
 
 
 @pytest.mark.long  # torch traces three graphs
-def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
-    """With the draft and without, in the test of sampling, and for every K whose cost is timed;
-    traced as for the compiler."""
+def test_the_targets_passes_are_compiled(run_measurement, tmp_path, monkeypatch):
+    """Passes with and without the draft are compiled, for each K whose cost is timed.
+
+    So are those of the test of sampling. Graphs are traced as for the compiler.
+    """
     shapes = []
 
     def backend(graph, inputs):
@@ -292,23 +306,26 @@ def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    report, _ = measured(
+    report, _ = run_measurement(
         "eval.compile=true", "eval.num_speculative_tokens=2", "eval.sampling_draws=20"
     )
     assert report["settings"]["compile"] and report["lossless"]["greedy_identical"]
     assert "compiled" in (tmp_path / "report" / "report.md").read_text()
     widths = sorted(width for of_graph in shapes for _, width in of_graph)
-    # plain; the shorter draft, and the test; as measured, and its cost: one graph for each number
-    # of tokens
+    # One graph for each number of tokens: plain decoding, the shorter draft (and the test of
+    # sampling), and the measured draft.
     assert widths == [1, 2, 3]
 
 
-def test_prompts_are_decoded_in_batches(measured):
-    report, samples = measured(
+def test_prompts_are_decoded_in_batches(run_measurement):
+    report, samples = run_measurement(
         "eval.batch_size=2", "eval.sweep.batch_size=[1,4]", "eval.num_speculative_tokens=2"
     )
     assert report["settings"]["batch_size"] == 2
-    rows = [(row["batch_size"], row["num_batches"], row["num_prompts"]) for row in wholes(report)]
+    rows = [
+        (row["batch_size"], row["num_batches"], row["num_prompts"])
+        for row in select_whole_rows(report)
+    ]
     assert rows == [(2, 2, 4), (1, 4, 4), (4, 1, 4)]
     assert report["lossless"]["greedy_identical"] and report["lossless"]["prompts_checked"] == 12
     assert [sample["batch"] for sample in samples] == [0, 0, 2, 2, *[None] * 4, *[0] * 4]
@@ -317,7 +334,7 @@ def test_prompts_are_decoded_in_batches(measured):
 
 
 @pytest.mark.usefixtures("simulated_clock")
-def test_a_failed_gate_is_exit_code_one_and_still_a_report(measured, gate):
+def test_a_failed_gate_ends_with_exit_code_one_and_leaves_a_report(run_measurement, gate):
     gate.write_text("- {metric: speedup, min: 1000}\n")
     sampled = (
         "eval.temperature=1.0",
@@ -325,7 +342,7 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(measured, gate):
         "eval.num_prompts=2",
         "eval.sampling_draws=2",
     )
-    report, _ = measured(*sampled, code=ExitCode.CHECK_FAILED)
+    report, _ = run_measurement(*sampled, code=ExitCode.CHECK_FAILED)
     assert not report["gate"]["passed"]
     assert report["settings"]["temperature"] == 1.0
     assert report["results"][0]["num_prompts"] == 2
@@ -334,22 +351,22 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(measured, gate):
 
 @pytest.mark.usefixtures("simulated_clock")
 def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
-    measured, keys, gate, tmp_path, capsys
+    run_measurement, keys, gate, tmp_path, capsys
 ):
     gate.write_text(
         "- {metric: speedup, max_regression: 0.95}\n- {metric: measurement.seconds, max: 3600}\n"
     )
-    before, _ = measured(code=ExitCode.CHECK_FAILED, folder=tmp_path / "before")
+    before, _ = run_measurement(code=ExitCode.CHECK_FAILED, folder=tmp_path / "before")
     baseline = f"eval.baseline={tmp_path / 'before'}"
-    report, _ = measured(baseline)
+    report, _ = run_measurement(baseline)
     regression, budget = report["gate"]["rules"]
     assert regression["value"] == pytest.approx(
         report["results"][0]["speedup"] / before["results"][0]["speedup"] - 1
     )
     assert 0 < budget["value"] == report["measurement"]["seconds"] < 3600
-    # of this process, torch and the target included
+    # The peak is that of this process, torch and the target included.
     assert report["measurement"]["peak_memory_bytes"] > 50 * 2**20
-    assert command(*keys, baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
+    assert run_eval(*keys, baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
     assert "error: baseline: got max_new_tokens 8" in capsys.readouterr().err
 
 
@@ -406,31 +423,31 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):
-    assert command(*keys, *more) == ExitCode.USER_ERROR
+    assert run_eval(*keys, *more) == ExitCode.USER_ERROR
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.removeprefix(f"error: {key}: ").removeprefix("got ").startswith(got)
     assert not (tmp_path / "report").exists()
 
 
-def test_an_output_folder_that_cannot_be_written(keys, tmp_path, capsys):
+def test_an_output_folder_that_cannot_be_written_is_refused(keys, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert command(*keys, f"output_dir={tmp_path / 'file' / 'report'}") == ExitCode.USER_ERROR
+    assert run_eval(*keys, f"output_dir={tmp_path / 'file' / 'report'}") == ExitCode.USER_ERROR
     assert refused_key(capsys.readouterr().err) == "output_dir"
 
 
-def test_files_of_somebody_else_stay(measured, keys, tmp_path, capsys):
+def test_files_that_no_measurement_wrote_are_kept(run_measurement, keys, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "report.md").write_text("my thesis")
-    assert command(*keys, f"output_dir={tmp_path / 'mine'}") == ExitCode.USER_ERROR
+    assert run_eval(*keys, f"output_dir={tmp_path / 'mine'}") == ExitCode.USER_ERROR
     assert refused_key(capsys.readouterr().err) == "output_dir"
     assert (tmp_path / "mine" / "report.md").read_text() == "my thesis"
     (tmp_path / "report" / "configurations").mkdir(parents=True)
     (tmp_path / "report" / "configurations" / "mine.json").write_text("{}")
-    measured()
+    run_measurement()
     assert [path.name for path in (tmp_path / "report" / "configurations").iterdir()] == [
         "mine.json"
     ]
-    measured()  # in place of an earlier report
+    run_measurement()  # a report replaces an earlier one
 
 
 def test_shorthands_stand_for_keys_of_the_recipe(capsys):
@@ -465,7 +482,7 @@ def test_shorthands_stand_for_keys_of_the_recipe(capsys):
     )
 
 
-def seconds_of(records):
+def list_seconds(records):
     return [
         (record["configuration"], record["id"], record["speculative"]["seconds"])
         for record in records
@@ -473,70 +490,70 @@ def seconds_of(records):
 
 
 def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(
-    measured, keys, tmp_path, monkeypatch
+    run_measurement, keys, tmp_path, monkeypatch
 ):
-    done, as_it_is = [], runner.decode_prompts
+    measured_settings, original = [], runner.decode_prompts
     sweep = ("eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
 
-    def interrupted_after(number):
+    def interrupt_after(number):
         def measure(*given, **options):
-            if len(done) == number:
+            if len(measured_settings) == number:
                 raise KeyboardInterrupt
-            done.append(given[2].settings.configuration)
-            return as_it_is(*given, **options)
+            measured_settings.append(given[2].settings.configuration)
+            return original(*given, **options)
 
         return measure
 
-    monkeypatch.setattr(runner, "decode_prompts", interrupted_after(1))
-    assert command(*keys, *sweep) == ExitCode.INTERRUPTED
+    monkeypatch.setattr(runner, "decode_prompts", interrupt_after(1))
+    assert run_eval(*keys, *sweep) == ExitCode.INTERRUPTED
     (kept,) = tmp_path.glob("report/configurations/*.json")
-    kept = seconds_of(json.loads(kept.read_text())["drafts"][0]["records"])
-    monkeypatch.setattr(runner, "decode_prompts", interrupted_after(2))
-    _, samples = measured(*sweep)
-    assert [configuration.num_speculative_tokens for configuration in done] == [2, 1]
-    assert len(samples) == 8 and seconds_of(samples)[:4] == kept
+    kept = list_seconds(json.loads(kept.read_text())["drafts"][0]["records"])
+    monkeypatch.setattr(runner, "decode_prompts", interrupt_after(2))
+    _, samples = run_measurement(*sweep)
+    assert [configuration.num_speculative_tokens for configuration in measured_settings] == [2, 1]
+    assert len(samples) == 8 and list_seconds(samples)[:4] == kept
 
 
 def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(
-    measured, keys, tmp_path, monkeypatch, capsys
+    run_measurement, keys, tmp_path, monkeypatch, capsys
 ):
-    """Stopped after five of the eight runs of its prompts, the last of them cut on the disk."""
-    decoded, as_it_is = [], MeasurementCache.append_batch
+    """It stops after five of the eight runs of its prompts, the last of them cut on the disk."""
+    decoded, original = [], MeasurementCache.append_batch
     monkeypatch.setattr(
         runner, "MAX_EXTRA_REPETITIONS", 0
-    )  # prompts of so few tokens are often disturbed
+    )  # times of so few tokens are often disturbed
 
-    def interrupted(cache, fingerprint, generations):
+    def append_or_interrupt(cache, fingerprint, generations):
         if len(decoded) == 5:
             raise KeyboardInterrupt
         decoded.append(generations)
-        as_it_is(cache, fingerprint, generations)
+        original(cache, fingerprint, generations)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MeasurementCache, "append_batch", interrupted)
-        assert command(*keys, "eval.repeats=2", "eval.warmup=0") == ExitCode.INTERRUPTED
+        patch.setattr(MeasurementCache, "append_batch", append_or_interrupt)
+        assert run_eval(*keys, "eval.repeats=2", "eval.warmup=0") == ExitCode.INTERRUPTED
     (path,) = tmp_path.glob("report/configurations/*.jsonl")
     path.write_bytes(path.read_bytes()[:-9])
     capsys.readouterr()
-    _, samples = measured("eval.repeats=2", "eval.warmup=0")
+    _, samples = run_measurement("eval.repeats=2", "eval.warmup=0")
     printed = capsys.readouterr().err
     assert "Resuming: 4 batches were decoded before" in printed
     assert "Measuring 4 prompts, 2 times each: 4 of 4 runs, took" in printed
-    first = [ways[1][0] for ways in decoded[:4]]  # with the draft, of the first repetition
+    first = [ways[1][0] for ways in decoded[:4]]  # with the draft, in the first repetition
     assert [tuple(sample["rounds"][0]["emitted"]) for sample in samples] == [
         run.rounds[0].emitted for run in first
     ]
     assert not path.exists()
 
 
-def test_a_sweep_has_rows_for_every_cell(measured):
+def test_a_sweep_has_rows_for_every_cell(run_measurement):
     axes = (
         "eval.sweep.num_speculative_tokens=[1,2]",
         "eval.sweep.temperature=[0,1]",
         "eval.sweep.context=[4,8]",
     )
-    report, samples = measured("eval.num_speculative_tokens=2", *axes)
-    rows = wholes(report)
+    report, samples = run_measurement("eval.num_speculative_tokens=2", *axes)
+    rows = select_whole_rows(report)
     cells = [
         (row["num_speculative_tokens"], row["temperature"], row["context_bucket"]) for row in rows
     ]
@@ -556,7 +573,7 @@ def test_a_sweep_has_rows_for_every_cell(measured):
     assert report["lossless"]["prompts_checked"] == 4 * 4  # the four greedy configurations
 
 
-def test_a_suite_names_the_sweep_that_eval_leaves_open(measured, suite, tmp_path):
+def test_a_suite_adds_the_axes_of_a_sweep_that_eval_does_not_set(run_measurement, suite, tmp_path):
     digest = hashlib.sha256(suite.read_bytes()).hexdigest()
     header = {
         "name": "swept",
@@ -575,33 +592,39 @@ def test_a_suite_names_the_sweep_that_eval_leaves_open(measured, suite, tmp_path
             }
         )
     )
-    report, _ = measured(f"suite={path}", "eval.num_speculative_tokens=2", "eval.sweep.context=[8]")
-    assert [(row["num_speculative_tokens"], row["context_bucket"]) for row in wholes(report)] == [
+    report, _ = run_measurement(
+        f"suite={path}", "eval.num_speculative_tokens=2", "eval.sweep.context=[8]"
+    )
+    assert [
+        (row["num_speculative_tokens"], row["context_bucket"]) for row in select_whole_rows(report)
+    ] == [
         (2, "all"),
         (1, "all"),
         (2, "8"),
     ]
 
 
-def wholes(report):
+def select_whole_rows(report):
     return [row for row in report["results"] if row["category"] == "all"]
 
 
 @pytest.mark.usefixtures("simulated_clock")
-def test_what_a_run_can_tell_is_said_before_it_runs(measured, capsys):
-    measured()
+def test_the_smallest_detectable_change_is_logged_before_a_run(run_measurement, capsys):
+    run_measurement()
     assert "22.4%" in capsys.readouterr().err  # (1.960 + 0.842) · 0.16 / √4
 
 
-def test_a_target_that_ends_at_once(measured, target, tmp_path):
-    """Every text is its stop token alone: counted, nothing drafted, no speed beyond the prefill's,
-    and no NaN anywhere."""
+def test_a_target_that_ends_at_once_gives_a_report_without_nan(run_measurement, target, tmp_path):
+    """Every text is its stop token alone: it is counted, and nothing is drafted.
+
+    There is no speed beyond the prefill's, and no NaN anywhere.
+    """
     silent = tmp_path / "silent"
     shutil.copytree(target, silent)
     model = tiny_target_model(num_layers=2)
     model.generation_config.eos_token_id = list(range(model.config.vocab_size))
     model.save_pretrained(silent)
-    report, samples = measured(f"target={silent}")
+    report, samples = run_measurement(f"target={silent}")
     row = report["results"][0]
     assert (row["num_empty"], row["num_new_tokens"], row["num_drafts"]) == (4, 4, 0)
     assert "mean_acceptance_length" not in row

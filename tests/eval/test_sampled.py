@@ -1,5 +1,4 @@
-"""A good draft passes the gates that ship when it samples, too: measured by the command and judged
-by the command."""
+"""A good draft that samples passes the gates that ship, measured and judged by the commands."""
 
 import copy
 import json
@@ -19,13 +18,12 @@ eval_gate = load_script("eval/gate.py")
 
 @pytest.fixture
 def processor_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are the real ones that this process computed in, so that its neighbours do not
-    count."""
+    """Count only the time in which this process computed, so that its neighbours do not count."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 
 def save_pair(folder: Path) -> None:
-    """A target whose first layer does nearly all, and the draft model that is this layer alone."""
+    """Save a target whose first layer does nearly all, and a draft of this layer alone."""
     target = tiny_target_model(num_layers=8)
     for layer in target.model.layers[1:]:
         layer.self_attn.o_proj.weight.data *= 0.1

@@ -1,6 +1,6 @@
-"""Valid documents made hostile: one to three of their nodes replaced, removed, doubled or renamed,
-or their bytes damaged.
+"""Strategies that make valid documents hostile.
 
+One to three of their nodes are replaced, removed, doubled or renamed, or their bytes are damaged.
 Strategies draw from short lists in which what is plain comes first, so that a failure shrinks to
 one edit of one node.
 """
@@ -15,7 +15,7 @@ import yaml
 from hypothesis import strategies as st
 
 LONG = 5000
-# In place of a node.
+# Values that replace a node.
 VALUES: list[Any] = [
     None, True, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.5, -1e308, 5e-324, float("nan"),
     float("inf"), "", "x", " ", "é", "\0",
@@ -25,7 +25,7 @@ VALUES: list[Any] = [
     [[[]]], {"": None}, {"x": {"x": 1}},
     [0] * LONG, {str(number): number for number in range(LONG)},
 ]  # fmt: skip
-# In place of a node, as the text itself: what no encoder writes.
+# Texts that replace a node and that no encoder writes.
 RAW = [
     "[" * 50_000, "[" * LONG + "]" * LONG, '{"a":' * LONG + "1" + "}" * LONG, "1" * LONG, "1e999",
     "-", "nul", "Infinity", "0x1F", "1_0",
@@ -53,13 +53,13 @@ NUMBERS = [struct.pack("<q", number) for number in (0, 1, -1, 2**31, 2**40, 2**6
 Files = st.SearchStrategy[bytes]
 
 
-def picked(items: Sequence[Any]) -> st.SearchStrategy[Any]:
-    """One of the items, of which hypothesis makes no text."""
+def pick(items: Sequence[Any]) -> st.SearchStrategy[Any]:
+    """Draw one of the items by its index, so that hypothesis does not format the items."""
     return st.integers(0, len(items) - 1).map(lambda index: items[index])
 
 
-def _places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every node below, the way to it; of a list the first two and the last stand for all."""
+def _list_places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path to every node; the first two and the last items stand for all of a list."""
     yield at
     names = (
         node
@@ -69,17 +69,17 @@ def _places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         else ()
     )
     for name in names:
-        yield from _places(node[name], (*at, name))
+        yield from _list_places(node[name], (*at, name))
 
 
-def _node(document: Any, at: tuple[Any, ...]) -> Any:
+def _get_node(document: Any, at: tuple[Any, ...]) -> Any:
     for name in at:
         document = document[name]
     return document
 
 
-def _shifted(parent: Any, name: Any, value: Any) -> None:
-    """Another value of its own kind."""
+def _shift_value(parent: Any, name: Any, value: Any) -> None:
+    """Replace a node by another value of its own kind."""
     old, number = parent[name], value if isinstance(value, int | float) else -1
     parent[name] = (
         number
@@ -90,11 +90,11 @@ def _shifted(parent: Any, name: Any, value: Any) -> None:
     )
 
 
-# (parent, name of the node in it, a value); what cannot be done is left.
+# Each takes (parent, name of the node in it, a value). An edit that cannot be done is left out.
 EDITS: list[Callable[[Any, Any, Any], object]] = [
     lambda parent, name, value: parent.__setitem__(name, value),
     lambda parent, name, value: parent.__delitem__(name),
-    _shifted,
+    _shift_value,
     lambda parent, name, value: parent.insert(name, parent[name]),
     lambda parent, name, value: parent.update(
         {value if isinstance(value, str) else name.upper(): parent.pop(name)}
@@ -104,12 +104,12 @@ EDITS: list[Callable[[Any, Any, Any], object]] = [
 ]
 
 
-def edited(valid: Any, edits: list[Any]) -> bytes:
+def apply_edits(valid: Any, edits: list[Any]) -> bytes:
     whole = {"it": copy.deepcopy(valid)}
     for at, change, value in edits:
         *before, name = ("it", *at)
         try:
-            change(_node(whole, tuple(before)), name, copy.deepcopy(value))
+            change(_get_node(whole, tuple(before)), name, copy.deepcopy(value))
         except (LookupError, TypeError, AttributeError):
             # an earlier edit took it away, or it is of another kind
             continue
@@ -119,79 +119,82 @@ def edited(valid: Any, edits: list[Any]) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _document(valid: Any) -> Files:
-    """Its JSON, which YAML reads as well, edited."""
-    places = list(_places(valid))
-    other = picked(places).map(lambda at: _node(valid, at))
-    value = picked(VALUES) | other | st.integers(0, len(RAW) - 1).map("@raw{}@".format)
-    edit = st.tuples(picked(places), picked(EDITS), value)
-    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: edited(valid, edits))
+def _edit_document(valid: Any) -> Files:
+    """Edit a document, and return it as JSON, which YAML reads as well."""
+    places = list(_list_places(valid))
+    other = pick(places).map(lambda at: _get_node(valid, at))
+    value = pick(VALUES) | other | st.integers(0, len(RAW) - 1).map("@raw{}@".format)
+    edit = st.tuples(pick(places), pick(EDITS), value)
+    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: apply_edits(valid, edits))
 
 
-def damaged(valid: bytes) -> Files:
-    """Cut short, or with a piece in its midst."""
+def damage_file(valid: bytes) -> Files:
+    """Cut a file short, or put a piece into its midst."""
     position = st.integers(0, len(valid))
-    put = st.tuples(position, picked(PIECES)).map(
-        lambda it: valid[: it[0]] + it[1] + valid[it[0] :]
+    put = st.tuples(position, pick(PIECES)).map(
+        lambda insertion: valid[: insertion[0]] + insertion[1] + valid[insertion[0] :]
     )
     return position.map(lambda end: valid[:end]) | put
 
 
-def _mostly(edited: Files, valid: bytes) -> Files:
-    return st.integers(0, 4).flatmap(lambda kind: damaged(valid) if kind == 4 else edited)
+def _edit_or_damage(edited: Files, valid: bytes) -> Files:
+    return st.integers(0, 4).flatmap(lambda kind: damage_file(valid) if kind == 4 else edited)
 
 
-def json_file(valid: bytes) -> Files:
-    return _mostly(_document(json.loads(valid)), valid)
+def edit_json_file(valid: bytes) -> Files:
+    return _edit_or_damage(_edit_document(json.loads(valid)), valid)
 
 
-def yaml_file(valid: bytes) -> Files:
-    return _mostly(_document(yaml.safe_load(valid)), valid)
+def edit_yaml_file(valid: bytes) -> Files:
+    return _edit_or_damage(_edit_document(yaml.safe_load(valid)), valid)
 
 
-def jsonl_file(valid: bytes) -> Files:
-    """One of its first lines edited."""
+def edit_jsonl_file(valid: bytes) -> Files:
+    """Edit one of the first lines of a JSONL file."""
     lines = valid.splitlines()
     documents = [
-        _document(json.loads(line)).map(
-            lambda made, n=n: b"\n".join([*lines[:n], made, *lines[n + 1 :]])
+        _edit_document(json.loads(line)).map(
+            lambda line, n=n: b"\n".join([*lines[:n], line, *lines[n + 1 :]])
         )
         for n, line in enumerate(lines[:3])
     ]
-    return _mostly(st.one_of(documents), valid)
+    return _edit_or_damage(st.one_of(documents), valid)
 
 
-def card_file(valid: bytes) -> Files:
-    """Markdown with a head of YAML."""
+def edit_card_file(valid: bytes) -> Files:
+    """Edit the YAML head of a Markdown file."""
     _, head, body = valid.split(b"---\n", 2)
-    return _mostly(
-        _document(yaml.safe_load(head)).map(lambda made: b"---\n%s\n---\n%s" % (made, body)), valid
-    )
-
-
-def safetensors_file(valid: bytes) -> Files:
-    """Its header edited, or its length."""
-    size = int.from_bytes(valid[:8], "little")
-    header, body = valid[8 : 8 + size], valid[8 + size :]
-    lying = st.sampled_from(
-        [*NUMBERS, *(struct.pack("<Q", size + more) for more in (-1, 1, 10**8))]
-    ).map(lambda it: it + valid[8:])
-    return _mostly(
-        _document(json.loads(header)).map(lambda made: struct.pack("<Q", len(made)) + made + body)
-        | lying,
+    return _edit_or_damage(
+        _edit_document(yaml.safe_load(head)).map(lambda head: b"---\n%s\n---\n%s" % (head, body)),
         valid,
     )
 
 
-def binary_file(valid: bytes, head: int = 4096) -> Files:
-    """Up to three bytes, counts or lengths changed, most of them in its head."""
+def edit_safetensors_file(valid: bytes) -> Files:
+    """Edit the header of a safetensors file, or its length."""
+    size = int.from_bytes(valid[:8], "little")
+    header, body = valid[8 : 8 + size], valid[8 + size :]
+    wrong_lengths = st.sampled_from(
+        [*NUMBERS, *(struct.pack("<Q", size + more) for more in (-1, 1, 10**8))]
+    ).map(lambda length: length + valid[8:])
+    return _edit_or_damage(
+        _edit_document(json.loads(header)).map(
+            lambda header: struct.pack("<Q", len(header)) + header + body
+        )
+        | wrong_lengths,
+        valid,
+    )
+
+
+def edit_binary_file(valid: bytes, head: int = 4096) -> Files:
+    """Change up to three bytes, counts or lengths of a file, most of them in its head."""
     position = st.integers(0, min(head, len(valid)) - 1) | st.integers(0, len(valid) - 1)
 
-    def changed(changes: list[tuple[int, bytes]]) -> bytes:
+    def change_bytes(changes: list[tuple[int, bytes]]) -> bytes:
         content = bytearray(valid)
         for at, new in changes:
             content[at : at + len(new)] = new
         return bytes(content[: len(valid)])
 
     change = st.tuples(position, st.sampled_from([b"\0", b"\xff", b"\x7f", *NUMBERS]))
-    return _mostly(st.lists(change, min_size=1, max_size=3).map(changed), valid)
+    return _edit_or_damage(st.lists(change, min_size=1, max_size=3).map(change_bytes), valid)

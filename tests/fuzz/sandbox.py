@@ -1,5 +1,7 @@
-"""One command in a child of this process, which has the libraries loaded, and what the contract of
-commands says about its end."""
+"""A command in a child of this process, and what the contract of commands says about its end.
+
+The child starts with the libraries loaded.
+"""
 
 import faulthandler
 import logging
@@ -21,9 +23,9 @@ from typing import NamedTuple
 from specdistill.cli.main import main
 
 SECONDS = 20
-MOST_CHARACTERS = 1000  # of a message
-MOST_BYTES = 8 * 2**30  # of a child
-GATING = ("doctor", "eval", "gate", "publish")  # whose exit code 1 says that a check failed
+MAX_CHARACTERS = 1000  # characters of a message
+MAX_BYTES = 8 * 2**30  # memory of a child
+GATING = ("doctor", "eval", "gate", "publish")  # exit code 1 says that a check failed
 # Keys whose value is a folder to write into. A release is staged in the run's own; the Hub of a
 # test lies next to the working folder.
 OUTPUTS = re.compile(r"(?:(?:train\.|eval\.)?output_dir|hidden_states\.path|data\.cache_dir)=(.+)")
@@ -35,8 +37,11 @@ ERROR = re.compile(r"^([\w.]+)(?::|$)", re.MULTILINE)
 
 
 class Ended(NamedTuple):
-    """code: of its exit, negative by a signal; None: it hung. changed: paths that came, went or
-    changed."""
+    """The end of a command.
+
+    code: the exit code, negative for a signal, None for a command that hung. changed: paths that
+    came, went or changed.
+    """
 
     command: Sequence[str]
     code: int | None
@@ -46,8 +51,11 @@ class Ended(NamedTuple):
 
 
 class Sandbox:
-    """Folders for one command at a time: `work`, where it runs, with a copy of `valid`; home, tmp
-    and what it prints next to that."""
+    """Folders for one command at a time.
+
+    It runs in `work`, which has a copy of `valid`; its home, its tmp and what it prints are next to
+    that.
+    """
 
     def __init__(self, folder: Path, valid: Path) -> None:
         self.folder, self.valid, self.work = folder, valid, folder / "a" / "b" / "work"
@@ -58,21 +66,21 @@ class Sandbox:
         files: dict[str, bytes],
         around: Callable[[], AbstractContextManager[object]],
     ) -> Ended:
-        """The command with these files in place of valid ones."""
+        """Run the command with these files in place of valid ones."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.valid, self.work)
         for name in ("home", "tmp"):
             (self.folder / name).mkdir()
         for name, content in files.items():
             (self.work / name).write_bytes(content)
-        before = self._contents()
+        before = self._read_files()
         with warnings.catch_warnings():
-            # of a fork next to threads; pytest-xdist has one, which waits
+            # Python warns about a fork next to threads; pytest-xdist has one, which only waits.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            self._child(command, around)
-        code, after = _awaited(child), self._contents()
+            self._run_in_child(command, around)
+        code, after = _wait_for_child(child), self._read_files()
         out, err = (
             (self.folder / name).read_text(encoding="utf-8", errors="surrogateescape")
             for name in ("out", "err")
@@ -85,19 +93,19 @@ class Sandbox:
             sorted(path for path in before | after if before.get(path) != after.get(path)),
         )
 
-    def _contents(self) -> dict[str, bytes]:
-        """Every file next to the working folder and in it."""
+    def _read_files(self) -> dict[str, bytes]:
+        """Return every file next to the working folder and in it."""
         files = (path for path in (self.folder / "a").rglob("*") if not path.is_dir())
         return {os.path.relpath(path, self.work): path.read_bytes() for path in files}
 
-    def _child(
+    def _run_in_child(
         self, command: Sequence[str], around: Callable[[], AbstractContextManager[object]]
     ) -> None:
         code = 70
         try:
             os.setsid()
-            faulthandler.disable()  # pytest's, which writes elsewhere
-            for limit, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, MOST_BYTES)):
+            faulthandler.disable()  # pytest's handler writes elsewhere
+            for limit, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, MAX_BYTES)):
                 resource.setrlimit(limit, (most, most))
             os.chdir(self.work)
             os.environ.update(HOME=str(self.folder / "home"), TMPDIR=str(self.folder / "tmp"))
@@ -115,7 +123,7 @@ class Sandbox:
             warnings.simplefilter("ignore")
             with around():
                 code = int(main(command))
-        except SystemExit as end:  # of a script
+        except SystemExit as end:  # raised by a script
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             traceback.print_exc()
@@ -124,9 +132,11 @@ class Sandbox:
             os._exit(code)
 
 
-def _awaited(child: int) -> int | None:
-    """The exit code of a child; None of one that had to be killed. None of its own children
-    outlives it."""
+def _wait_for_child(child: int) -> int | None:
+    """Return the exit code of a child, or None for one that had to be killed.
+
+    None of its own children outlives it.
+    """
     descriptor = os.pidfd_open(child)
     in_time = bool(select.select([descriptor], [], [], SECONDS)[0])
     os.close(descriptor)
@@ -137,7 +147,7 @@ def _awaited(child: int) -> int | None:
 
 
 def broken(ended: Ended) -> str | None:
-    """Which clause of the contract a command broke, and where; None: none."""
+    """Return which clause of the contract a command broke, and where, or None."""
     command, code, out, err, changed = ended
     if code is None or code < 0:
         return "a hang" if code is None else f"killed by {signal.Signals(-code).name}"
@@ -157,7 +167,7 @@ def broken(ended: Ended) -> str | None:
         (line for line in f"{out}\n{err}".split("\n") if CONTROL.search(line)), None
     ):
         return f"control characters: {CONTROL.sub('�', steering)[:60]}"
-    if (longest := max(err.split("\n"), key=len)) and len(longest) > MOST_CHARACTERS:
+    if (longest := max(err.split("\n"), key=len)) and len(longest) > MAX_CHARACTERS:
         return f"a message of {len(longest)} characters: {longest[:60]}"
     outputs = tuple(match[1] for word in command if (match := OUTPUTS.fullmatch(word)))
     elsewhere = next((path for path in changed if not path.startswith(outputs + ALWAYS)), None)

@@ -1,5 +1,4 @@
-"""What commands read that somebody else may have written: valid files of every kind, and the
-commands that read them."""
+"""Valid files of every kind that others may have written, and the commands that read them."""
 
 import json
 import os
@@ -29,14 +28,14 @@ from tests.finished_runs import finished_run
 from tests.fuzz.hostile import (
     RAW,
     VALUES,
-    binary_file,
-    card_file,
-    damaged,
-    json_file,
-    jsonl_file,
-    picked,
-    safetensors_file,
-    yaml_file,
+    damage_file,
+    edit_binary_file,
+    edit_card_file,
+    edit_json_file,
+    edit_jsonl_file,
+    edit_safetensors_file,
+    edit_yaml_file,
+    pick,
 )
 from tests.gguf_writer import write_gguf
 from tests.loopback_hub import loopback_hub, reading
@@ -59,7 +58,7 @@ SERVED = (
     f"{EVAL} eval.server=http://127.0.0.1:{PORT} eval.server_timeout=2"
     " eval.num_speculative_tokens=3"
 )
-# steps are computed operation by operation
+# Sizes are small: steps are computed operation by operation.
 PLAN = "plan hub=false training.batch_size=1 training.max_length=16"
 PUBLISH = "publish run=run repo=someone/half-right baseline=none dry_run=true"
 Hostile = Callable[[bytes], st.SearchStrategy[bytes]]
@@ -67,10 +66,11 @@ Hostile = Callable[[bytes], st.SearchStrategy[bytes]]
 
 @dataclass(frozen=True)
 class Surface:
-    """commands: a line each. files: those that are made hostile, one at a time: path -> strategy of
-    contents, given the valid one.
+    """Commands, and the inputs of theirs that are made hostile.
 
-    arguments: strategy of what follows a command. around: what they run in.
+    commands: a line each. files: those that are made hostile, one at a time: path -> strategy of
+    contents, given the valid one. arguments: strategy of what follows a command. around: what they
+    run in.
     """
 
     commands: str
@@ -80,13 +80,15 @@ class Surface:
     weight: int = 1
 
 
-def build(folder: Path) -> None:
-    """Every valid file, in an empty folder."""
+def write_valid_files(folder: Path) -> None:
+    """Write every valid file into an empty folder."""
     texts = {
         "rows.jsonl": "".join(
             json.dumps({"id": n, "text": f"Row {n} says {n * 7} again."}) + "\n" for n in range(30)
         ),
-        "chat.jsonl": "".join(json.dumps({"id": n, "messages": _chat(n)}) + "\n" for n in range(6)),
+        "chat.jsonl": "".join(
+            json.dumps({"id": n, "messages": _build_chat(n)}) + "\n" for n in range(6)
+        ),
         "suite.yaml": (
             "name: a\nversion: '1'\nlicence: MIT\nsource: x\nsha256: null\nprompts:"
             " suite.jsonl\nsweep: {temperature: [0.5]}\n"
@@ -96,7 +98,7 @@ def build(folder: Path) -> None:
             " lossless.greedy_identical, equals: true}\n- {metric: mean_acceptance_length, scope:"
             " {category: a, temperature: 0.0}, max_regression: 0.1}\n"
         ),
-        "server.json": json.dumps(_answers()),
+        "server.json": json.dumps(_build_answers()),
         "card.json": json.dumps(
             {"base_model": "someone/target", "license": "mit", "tags": ["eagle3"]}
         ),
@@ -113,35 +115,37 @@ def build(folder: Path) -> None:
         shutil.copy("target/model.safetensors", "hidden")
         for name, text in texts.items():
             Path(name).write_text(text)
-        _done(f"data make data.source=rows.jsonl {ROWS}")
+        _run_valid(f"data make data.source=rows.jsonl {ROWS}")
         shutil.move(next(Path("cache/rows").glob("*/manifest.json")).parent, "rows")
         shutil.rmtree("cache")
-        _done(f"train {TRAINED} train.output_dir=interrupted")
+        _run_valid(f"train {TRAINED} train.output_dir=interrupted")
         for part in ("draft", "run"):
             shutil.copytree(f"interrupted/{part}", f"trained/{part}")
         shutil.rmtree("interrupted/draft")
         shutil.copy("trained/run/recipe.yaml", "recipe.yaml")
-        _done(f"data features {TRAINED} {STORED}")
+        _run_valid(f"data features {TRAINED} {STORED}")
         Path("gguf").mkdir()
         write_gguf(Path("target"), Path("gguf/target.gguf"), "f16")
 
 
-def _done(command: str) -> None:
+def _run_valid(command: str) -> None:
     ended = specdistill(*command.split())
     assert ended.returncode == 0, ended.stderr
 
 
-def _chat(number: int) -> list[dict[str, str]]:
+def _build_chat(number: int) -> list[dict[str, str]]:
     return [
         {"role": "user", "content": f"What is {number}?"},
         {"role": "assistant", "content": f"{number} is {number}."},
     ]
 
 
-def _answers() -> dict[str, Any]:
-    """By path, of every kind of server: vLLM's, SGLang's, OpenAI's, and one that writes hidden
-    states."""
-    of = {
+def _build_answers() -> dict[str, Any]:
+    """Return the answers of every kind of server by path.
+
+    The kinds are vLLM's, SGLang's, OpenAI's, and one that writes hidden states.
+    """
+    completions_by_engine = {
         engine: completion(engine, 3, "abcd", [7, 8, 9, 10], [1, 2], 6)
         for engine in ("vllm", "sglang")
     }
@@ -152,18 +156,18 @@ def _answers() -> dict[str, Any]:
     return {
         **pages("sglang", "target", 3),
         "/v1/completions": {
-            **of["vllm"],
+            **completions_by_engine["vllm"],
             **hidden,
-            "choices": [{"finish_reason": "stop", **of["vllm"]["choices"][0]}],
+            "choices": [{"finish_reason": "stop", **completions_by_engine["vllm"]["choices"][0]}],
         },
-        "/generate": of["sglang"],
+        "/generate": completions_by_engine["sglang"],
         "/metrics": counters("vllm", 3, 0) + counters("sglang", 3, 0),
         "status": 200,
     }
 
 
-def _said(name: str) -> Any:
-    """What a JSON file says; empty where this cannot read it."""
+def _read_json(name: str) -> Any:
+    """Return what a JSON file holds, or an empty dict where it cannot be read."""
     try:
         return json.loads(Path(name).read_bytes())
     except (ValueError, RecursionError):
@@ -171,11 +175,13 @@ def _said(name: str) -> Any:
 
 
 @contextmanager
-def serving() -> Iterator[None]:
-    """A server that answers as server.json says, or with all of it where that is no JSON; waits for
-    it are short."""
+def run_server() -> Iterator[None]:
+    """Run a server that answers as server.json says, or with its text where that is no JSON.
+
+    Waits for it are short.
+    """
     said, whole, generated = (
-        _said("server.json"),
+        _read_json("server.json"),
         Path("server.json").read_text(errors="replace"),
         [0],
     )
@@ -197,22 +203,24 @@ def serving() -> Iterator[None]:
         completions, RETRY_TIMEOUT_S=0.2, FIRST_DELAY=0.01, LONGEST_DELAY=0.01
     )
     with (
-        ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made,
+        ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as server,
         short,
         mock.patch.object(client, "MAX_DELAY_SECONDS", 0.1),
     ):
-        made.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that waits no longer
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that waits no longer
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield
 
 
 @contextmanager
-def hub() -> Iterator[None]:
-    """A Hub with a target and a head, whose cards say what card.json does; its client does not wait
-    between its tries."""
+def run_hub() -> Iterator[None]:
+    """Run a Hub with a target and a head, whose cards say what card.json does.
+
+    Its client does not wait between its tries.
+    """
     tags = ["eagle3", "base_model:someone/target"]
-    said = _said("card.json")
-    # the Hub itself refuses that
+    said = _read_json("card.json")
+    # The Hub itself refuses tags that are no list.
     if isinstance(said, dict) and not isinstance(said.get("tags", []), list):
         del said["tags"]
     card, tagged = (
@@ -220,30 +228,30 @@ def hub() -> Iterator[None]:
         mock.patch.object(reading, "tags_of", return_value=tags),
     )
     with (
-        loopback_hub(Path("../hub")) as made,
-        made.client(Path("../../../home")),
+        loopback_hub(Path("../hub")) as local_hub,
+        local_hub.client(Path("../../../home")),
         mock.patch("time.sleep"),
         card,
         tagged,
     ):
         for name, folder in (("target", "target"), ("head-eagle3", "trained/draft")):
-            made.create(
+            local_hub.create(
                 f"someone/{name}", {path.name: path.read_bytes() for path in Path(folder).iterdir()}
             )
         yield
 
 
 def arguments(options: Any, *without: str) -> st.SearchStrategy[list[str]]:
-    """Up to three hostile key=value of a schema."""
+    """Draw up to three hostile key=value arguments of a schema."""
     keys = [key for key, *_ in list_leaves([options]) if not key.startswith(without)]
     values = [
         *map(json.dumps, VALUES),
         *RAW,
         *(value for value in VALUES if isinstance(value, str)),
     ]
-    # what a command line can hold
+    # A command line holds no NUL and no lone surrogates but those of bytes.
     words = [value[:9000].replace("\0", "").replace("\ud800", "\udcff") for value in values]
-    own = st.tuples(picked(keys), picked(words)).map("=".join)
+    own = st.tuples(pick(keys), pick(words)).map("=".join)
     odd = st.sampled_from(
         [
             "",
@@ -264,7 +272,7 @@ def arguments(options: Any, *without: str) -> st.SearchStrategy[list[str]]:
     return st.lists(own | odd, min_size=1, max_size=3)
 
 
-OF_MODELS = f"""{PLAN} target=target draft=run/draft
+MODEL_COMMANDS = f"""{PLAN} target=target draft=run/draft
     doctor draft=run/draft target=target engine=vllm decode=false
     doctor draft=trained/draft target=target engine=vllm decode=false
     doctor draft=run/draft target=target eval.num_prompts=1
@@ -275,8 +283,8 @@ OF_MODELS = f"""{PLAN} target=target draft=run/draft
     export draft=trained/draft target=target engine=speculators output_dir=out
     acquire method=eagle3 target=target draft=trained/draft
     acquire method=draft_model target=target draft=run/draft"""
-OF_TARGET = ("config.json", "generation_config.json", "tokenizer_config.json")
-CONFIGS = [f"target/{name}" for name in OF_TARGET] + [
+TARGET_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+CONFIGS = [f"target/{name}" for name in TARGET_FILES] + [
     "run/draft/config.json",
     "trained/draft/config.json",
     "trained/run/history.json",
@@ -303,7 +311,7 @@ WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 SURFACES = {
     **{
         f"arguments of {it.split()[0]}": Surface(
-            it, arguments=arguments(*of), around=hub if it == PUBLISH else nullcontext
+            it, arguments=arguments(*of), around=run_hub if it == PUBLISH else nullcontext
         )
         for it, of in WITH_ARGUMENTS.items()
     },
@@ -313,7 +321,7 @@ SURFACES = {
         data show recipe=recipe.yaml data.cache_dir=cache data.source=rows.jsonl data.regenerate.num_tokens=0
         eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out
         export recipe=recipe.yaml dry_run=true engine=vllm output_dir=out target.model=target""",  # noqa: E501
-        {"recipe.yaml": yaml_file},
+        {"recipe.yaml": edit_yaml_file},
         weight=2,
     ),
     "report": Surface(
@@ -321,7 +329,7 @@ SURFACES = {
         gate report=run/report gates=default output_dir=out
         export draft=run/draft engine=vllm report=run/report output_dir=out target=target
         eval recipe=run/run/recipe.yaml output_dir=run/report eval.draft=nothere""",
-        {"run/report/report.json": json_file, "run/report/samples.jsonl": jsonl_file},
+        {"run/report/report.json": edit_json_file, "run/report/samples.jsonl": edit_jsonl_file},
         weight=2,
     ),
     "gate": Surface(
@@ -329,18 +337,18 @@ SURFACES = {
             f"gate report=run/report gates=gate.yaml output_dir=out baseline={it}"
             for it in ("none", "run/report")
         ),
-        {"gate.yaml": yaml_file},
+        {"gate.yaml": edit_yaml_file},
     ),
     "suite": Surface(
         """doctor draft=run/draft target=target suite=suite.yaml eval.num_prompts=1
         eval method=eagle3 target=target draft=nothere suite=suite.yaml output_dir=out""",
-        {"suite.yaml": yaml_file, "suite.jsonl": jsonl_file},
+        {"suite.yaml": edit_yaml_file, "suite.jsonl": edit_jsonl_file},
     ),
-    "configs": Surface(OF_MODELS, dict.fromkeys(CONFIGS, json_file), weight=2),
+    "configs": Surface(MODEL_COMMANDS, dict.fromkeys(CONFIGS, edit_json_file), weight=2),
     "tensors": Surface(
-        OF_MODELS,
+        MODEL_COMMANDS,
         {
-            f"{name}/model.safetensors": safetensors_file
+            f"{name}/model.safetensors": edit_safetensors_file
             for name in ("target", "run/draft", "trained/draft")
         },
     ),
@@ -348,57 +356,57 @@ SURFACES = {
         f"""{PLAN} target=gguf/target.gguf
         doctor draft=gguf
         doctor draft=trained/draft target=gguf/target.gguf eval.num_prompts=1""",
-        {"gguf/target.gguf": binary_file},
+        {"gguf/target.gguf": edit_binary_file},
     ),
     "sources": Surface(
         f"data make {ROWS} data.source=rows.jsonl\n data show {ROWS} data.source=chat.jsonl"
         " target.model=chatting",
         {
-            "rows.jsonl": jsonl_file,
-            "chat.jsonl": jsonl_file,
-            "chatting/chat_template.jinja": damaged,
+            "rows.jsonl": edit_jsonl_file,
+            "chat.jsonl": edit_jsonl_file,
+            "chatting/chat_template.jinja": damage_file,
         },
     ),
     "row set": Surface(
         f"data show {ROWS} data.rows=rows\n train {TRAINED} train.output_dir=out",
-        {"rows/manifest.json": json_file, "rows/train-00000-of-00001.arrow": binary_file},
+        {"rows/manifest.json": edit_json_file, "rows/train-00000-of-00001.arrow": edit_binary_file},
     ),
     "features": Surface(
         f"data features {TRAINED} {STORED}",
-        {"features/000000-of-000001.safetensors": safetensors_file},
+        {"features/000000-of-000001.safetensors": edit_safetensors_file},
     ),
     "interrupted run": Surface(
         f"train {TRAINED} train.output_dir=interrupted",
         {
-            "interrupted/run/recipe.yaml": yaml_file,
+            "interrupted/run/recipe.yaml": edit_yaml_file,
             **dict.fromkeys(
                 ["interrupted/run/provenance.json", "interrupted/run/history.json", *CHECKPOINT],
-                json_file,
+                edit_json_file,
             ),
-            "interrupted/checkpoint-2/draft/model.safetensors": safetensors_file,
+            "interrupted/checkpoint-2/draft/model.safetensors": edit_safetensors_file,
         },
     ),
     "finished run": Surface(
         PUBLISH,
         {
-            "run/run/recipe.yaml": yaml_file,
+            "run/run/recipe.yaml": edit_yaml_file,
             **dict.fromkeys(
                 ["run/run/provenance.json", "run/report/report.json", "run/draft/config.json"],
-                json_file,
+                edit_json_file,
             ),
-            "target/README.md": card_file,
+            "target/README.md": edit_card_file,
         },
-        around=hub,
+        around=run_hub,
     ),
     "Hub": Surface(
         """acquire method=eagle3 target=someone/target draft=someone/head-eagle3
         acquire method=eagle3 target=someone/target""",
         {
-            "card.json": json_file,
-            "trained/draft/config.json": json_file,
-            "trained/draft/model.safetensors": safetensors_file,
+            "card.json": edit_json_file,
+            "trained/draft/config.json": edit_json_file,
+            "trained/draft/model.safetensors": edit_safetensors_file,
         },
-        around=hub,
+        around=run_hub,
     ),
     "servers": Surface(
         f"""{SERVED} eval.engine=vllm
@@ -406,7 +414,7 @@ SURFACES = {
         monitor server=http://127.0.0.1:{PORT} seconds=0
         data make {ROWS} data.source=rows.jsonl data.regenerate.num_tokens=20 data.regenerate.prompt_tokens=4 data.regenerate.server=[http://127.0.0.1:{PORT}]
         data features {TRAINED} hidden_states.mode=hybrid hidden_states.path=out hidden_states.server=[http://127.0.0.1:{PORT}]""",  # noqa: E501
-        {"server.json": json_file},
-        around=serving,
+        {"server.json": edit_json_file},
+        around=run_server,
     ),
 }

@@ -1,6 +1,7 @@
-"""Hostile inputs to every command: it ends as the contract of exit codes says, whatever it reads.
+"""Every command ends as the contract of exit codes says, whatever it reads.
 
-`make test` tries a few, always the same ones; `make fuzz` tries many, others each time.
+`make test` tries a few hostile inputs, always the same ones; `make fuzz` tries many, others each
+time.
 """
 
 import os
@@ -15,14 +16,14 @@ from hypothesis import strategies as st
 
 from specdistill.common.documents import read_json, read_yaml
 from specdistill.common.errors import ExitCode
-from tests.fuzz.hostile import EDITS, edited
+from tests.fuzz.hostile import EDITS, apply_edits
 from tests.fuzz.sandbox import Sandbox, broken
-from tests.fuzz.surfaces import SURFACES, build
+from tests.fuzz.surfaces import SURFACES, write_valid_files
 from tests.processes import needs_gradients_in_forks
 
 FEW = 60
-NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # for all surfaces together
-# Commands of these plan, train or decode, for seconds.
+NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # inputs of all surfaces together
+# Their commands plan, train or decode, which takes seconds.
 LONG_SURFACES = ("arguments of plan", "configs", "interrupted run")
 
 pytestmark = [needs_gradients_in_forks]
@@ -32,7 +33,7 @@ if NUM_INPUTS == FEW:
 
 @cache
 def of_kind(what: str) -> type[AssertionError]:
-    """A class for each kind of end, so that hypothesis reports each, and shrinks it to itself."""
+    """Return one class for each broken clause, so that hypothesis shrinks each by itself."""
     return type(what, (AssertionError,), {})
 
 
@@ -40,7 +41,7 @@ def of_kind(what: str) -> type[AssertionError]:
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "valid").mkdir()
-    build(folder / "valid")
+    write_valid_files(folder / "valid")
     return Sandbox(folder / "box", folder / "valid")
 
 
@@ -62,7 +63,7 @@ def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None
         strategy.map(lambda content, path=path: {path: content})
         for path, strategy in contents.items()
     ]
-    share = surface.weight / sum(it.weight for it in SURFACES.values())
+    share = surface.weight / sum(other.weight for other in SURFACES.values())
 
     @settings(
         max_examples=round(NUM_INPUTS * share),
@@ -80,8 +81,8 @@ def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None
     attempt()
 
 
-# What ended a command in another way once: a file, the way to a node in it, and what was in its
-# place.
+# Inputs that once broke the contract: a command, a file, the path to a node in it, and the value
+# that replaces the node.
 TRAIN, DOCTOR = (
     SURFACES["interrupted run"].commands,
     "doctor draft=trained/draft target=target decode=false",
@@ -178,23 +179,23 @@ FOUND: list[Any] = [
 
 
 @pytest.mark.parametrize(("command", "path", "place", "value"), FOUND)
-def test_what_was_found_once(
+def test_an_input_that_once_broke_the_contract_is_handled(
     command: str, path: str, place: tuple[Any, ...], value: Any, sandbox: Sandbox
 ) -> None:
     valid = (read_json if path.endswith(".json") else read_yaml)(sandbox.valid / path)
     ended = sandbox.run(
-        command.split(), {path: edited(valid, [(place, EDITS[0], value)])}, nullcontext
+        command.split(), {path: apply_edits(valid, [(place, EDITS[0], value)])}, nullcontext
     )
     assert broken(ended) is None and ended.code != ExitCode.RESOURCE_ERROR, ended
 
 
 @pytest.mark.long  # every command once
-def test_what_is_not_hostile_is_read(sandbox: Sandbox) -> None:
+def test_every_command_reads_valid_files(sandbox: Sandbox) -> None:
     for surface in SURFACES.values():
         for command in surface.commands.splitlines():
             ended = sandbox.run(command.split(), {}, surface.around)
             assert broken(ended) is None, ended
-            # the last has to choose a draft
+            # The last one leaves the choice of a draft to the user.
             refused = ("nothere", "server=", "acquire method=eagle3 target=someone/target")
             assert ended.code in (0, 1) or any(word in command for word in refused), (
                 command,

@@ -1,9 +1,8 @@
-"""What the commands compute, to the last bit: training curves, counts of accepted tokens, exported
-tensors.
+"""Record what the commands compute: training curves, counts of accepted tokens, exported tensors.
 
-    # a fresh record; says what differs from record.json, to the last bit
+    # a new record; prints what differs from record.json, to the last bit
     python tests/golden/record.py OUT.json
-    python tests/golden/record.py OUT.json curves exports/mtp  # only what begins so
+    python tests/golden/record.py OUT.json curves exports/mtp  # only these parts
     # renews the record that the tests compare with
     python tests/golden/record.py tests/golden/record.json
 
@@ -19,12 +18,12 @@ import os
 import sys
 from pathlib import Path
 
-# Before the libraries that read them: one thread, as with more, sums are rounded otherwise; no
-# network and no display.
+# These are set before the libraries that read them are imported. One thread, as more would round
+# sums otherwise; no network and no display.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
-# this checkout, whichever is installed
+# Import this checkout, whichever is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hashlib
@@ -52,7 +51,7 @@ TRAIN = (
     "data.regenerate=null",
     "train.bf16=false",
     "train.max_steps=20",
-    "train.warmup_steps=5",  # so that the rate falls, too
+    "train.warmup_steps=5",  # so that the learning rate falls, too
     "train.logging_steps=1",
     "train.eval_strategy=steps",
     "train.eval_steps=20",
@@ -134,7 +133,7 @@ EVAL = (
     "eval.sampling_draws=0",
     "eval.seed=3",
 )
-GATE = "- {metric: mean_acceptance_length, min: 1}\n"  # which passes, whatever is measured
+GATE = "- {metric: mean_acceptance_length, min: 1}\n"  # passes, whatever is measured
 SAMPLED, TOGETHER = "eval.sweep.temperature=[0.8]", "eval.sweep.batch_size=[4]"
 TREE = "{{budget: 8, depth: 3, top_k: 4}}"
 REPORTS = {
@@ -210,8 +209,8 @@ EXPORTS = {
         "draft.init=null",
     ),
 }
-# In a config.json: versions of libraries, places on this machine, and the record of a target that
-# lies there.
+# Keys of a config.json that are not compared: versions of libraries, paths on this machine, and the
+# record of a target that lies there.
 NOT_COMPARED = {
     "transformers_version",
     "speculators_version",
@@ -241,47 +240,53 @@ LIBRARIES = (
 )
 
 
-def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
-    """All of it, or what begins with one of `only` and the trainings that it needs, made in an
-    empty folder."""
+def build_record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
+    """Run the commands in an empty folder and return the whole record.
 
-    def wanted(part: str, names: Iterable[str]) -> list[str]:
+    only: beginnings of the parts to record, with the trainings that they need; all parts if empty.
+    """
+
+    def select(part: str, names: Iterable[str]) -> list[str]:
         return [name for name in names if not only or f"{part}/{name}".startswith(tuple(only))]
 
     curves, reports, exports = (
-        wanted("curves", CURVES),
-        wanted("reports", REPORTS),
-        wanted("exports", EXPORTS),
+        select("curves", CURVES),
+        select("reports", REPORTS),
+        select("exports", EXPORTS),
     )
     curves += [
         name for name in CURVES if any(f"draft={{{name}}}" in REPORTS[report] for report in reports)
     ]
     places = prepare(folder) | write_targets(folder)
     return {
-        "curves": {name: curve(name, folder, places) for name in dict.fromkeys(curves)},
-        "reports": {name: report(name, folder, places) for name in reports},
-        "exports": {name: export(name, folder, places) for name in exports},
+        "curves": {name: record_curve(name, folder, places) for name in dict.fromkeys(curves)},
+        "reports": {name: record_report(name, folder, places) for name in reports},
+        "exports": {name: record_export(name, folder, places) for name in exports},
     }
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """What the commands' keys name: what they read, and the drafts that the trainings will
-    leave."""
+    """Write what the commands read, and return the paths that their keys name.
+
+    These include the drafts that the trainings will leave.
+    """
     places = {
         "texts": folder / "texts.jsonl",
         "cache": folder / "cache",
         "gate": folder / "gate.yaml",
     }
     places["texts"].write_text(
-        "".join(json.dumps(row) + "\n" for row in training_rows()), encoding="utf-8"
+        "".join(json.dumps(row) + "\n" for row in build_training_rows()), encoding="utf-8"
     )
     places["gate"].write_text(GATE, encoding="utf-8")
     return places | {name: folder / "curves" / name / "draft" for name in CURVES}
 
 
-def training_rows() -> Iterator[dict[str, Any]]:
-    """Texts, every fourth as a conversation: its first line is the question, the rest the answer,
-    which alone has a loss."""
+def build_training_rows() -> Iterator[dict[str, Any]]:
+    """Yield texts, every fourth as a conversation.
+
+    Its first line is the question, the rest the answer, which alone has a loss.
+    """
     files = (ROOT / "eval" / "suites" / f"{name}.jsonl" for name in ("pico-dev", "pico-context"))
     rows = [
         json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()
@@ -298,11 +303,13 @@ def training_rows() -> Iterator[dict[str, Any]]:
 
 
 def write_targets(folder: Path) -> dict[str, Path]:
-    """Tiny random targets of types whose multi-token-prediction layers engines load; pico is of
-    none."""
+    """Write tiny random targets whose multi-token-prediction layers engines load.
+
+    pico is of no such type.
+    """
     places = {kind: folder / kind for kind in ("qwen3_next", "deepseek_v3")}
     for kind, place in places.items():
-        in_child(folder / f"{kind}.log", write_target, kind, place)
+        run_in_child(folder / f"{kind}.log", write_target, kind, place)
     return places
 
 
@@ -312,9 +319,11 @@ def write_target(kind: str, folder: Path) -> None:
     write_checkpoint(kind, folder)
 
 
-def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> dict[str, Any]:
-    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at
-    its end. keys: more of the recipe's."""
+def record_curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> dict[str, Any]:
+    """Return a training's numbers as the Trainer logged them, step by step.
+
+    Those of the evaluation at its end follow. keys: more of the recipe's.
+    """
     output = folder / "curves" / name
     start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}", *keys), folder, places)
     file, key = LOG
@@ -328,8 +337,8 @@ def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> di
     }
 
 
-def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
-    """A report's counts, by settings and category, and hashes of each prompt's tokens.
+def record_report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
+    """Return a report's counts, by settings and category, and hashes of each prompt's tokens.
 
     `emitted` is of the completion, `rounds` of what each round drafted and accepted; both in the
     order of the rows, that is by settings.
@@ -349,53 +358,60 @@ def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
     return {
         "rows": [{what: row[what] for what in (*SETTINGS, *COUNTS)} for row in rows],
         "emitted": [
-            f"{sample['id']} {digest(tokens)}"
+            f"{sample['id']} {compute_digest(tokens)}"
             for sample, tokens in zip(samples, emitted, strict=True)
         ],
         "rounds": [
-            f"{sample['id']} {digest(tokens)}"
+            f"{sample['id']} {compute_digest(tokens)}"
             for sample, tokens in zip(samples, rounds, strict=True)
         ],
     }
 
 
-def export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
-    """A hash of every tensor that an export of an untrained draft holds, its config.json, and what
-    else a GGUF file says.
+def record_export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
+    """Return a hash of every tensor that an export of an untrained draft holds, and its config.
 
-    Untrained, because the initialization is the same on every x86-64 machine; weights after twenty
-    steps differ in the last bits.
+    The draft is untrained because the initialization is the same on every x86-64 machine; weights
+    after twenty steps differ in the last bits.
     """
     output = folder / "exports" / name
     start(f"exports/{name}", (*EXPORTS[name], f"output_dir={output}"), folder, places)
     tensors: dict[str, str] = {}
-    made: dict[str, Any] = {"tensors": tensors}
+    export_record: dict[str, Any] = {"tensors": tensors}
     for path in sorted(output.iterdir()):
         if path.suffix == ".safetensors":
-            tensors |= {key: tensor_digest(tensor) for key, tensor in load_file(path).items()}
+            tensors |= {
+                key: compute_tensor_digest(tensor) for key, tensor in load_file(path).items()
+            }
         elif path.suffix == ".bin":
             tensors |= {
-                key: tensor_digest(tensor)
+                key: compute_tensor_digest(tensor)
                 for key, tensor in torch.load(path, weights_only=True).items()
             }
         elif path.name == "config.json":
-            made["config"] = comparable(json.loads(path.read_text(encoding="utf-8")))
+            export_record["config"] = drop_uncompared_keys(
+                json.loads(path.read_text(encoding="utf-8"))
+            )
     assert tensors, output
-    return made
+    return export_record
 
 
-def comparable(config: Any) -> Any:
+def drop_uncompared_keys(config: Any) -> Any:
     if isinstance(config, dict):
-        return {key: comparable(value) for key, value in config.items() if key not in NOT_COMPARED}
-    return [comparable(item) for item in config] if isinstance(config, list) else config
+        return {
+            key: drop_uncompared_keys(value)
+            for key, value in config.items()
+            if key not in NOT_COMPARED
+        }
+    return [drop_uncompared_keys(item) for item in config] if isinstance(config, list) else config
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
+def compute_tensor_digest(tensor: torch.Tensor) -> str:
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return digest([str(tensor.dtype), list(tensor.shape), content.hex()])
+    return compute_digest([str(tensor.dtype), list(tensor.shape), content.hex()])
 
 
-def digest(value: Any) -> str:
+def compute_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -403,7 +419,7 @@ def start(name: str, command: Sequence[str], folder: Path, places: Mapping[str, 
     """Run a command, with the places in its keys filled in, and say how long it took."""
     begin = time.monotonic()
     script, *keys = command
-    in_child(
+    run_in_child(
         folder / f"{name.replace('/', ' ')}.log",
         run_script,
         script,
@@ -413,7 +429,7 @@ def start(name: str, command: Sequence[str], folder: Path, places: Mapping[str, 
 
 
 def run_script(script: str, keys: list[str]) -> None:
-    """As `python script keys` does; `-m name` is a module."""
+    """Run a script as `python script keys` does; `-m name` is a module."""
     sys.argv = [str(ROOT / script), *keys]
     if script.startswith("-m "):
         runpy.run_module(script.removeprefix("-m "), run_name="__main__", alter_sys=True)
@@ -421,11 +437,13 @@ def run_script(script: str, keys: list[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
-    """Run it in a process of its own, so that nothing it leaves behind reaches the next. What it
-    prints goes to `log`."""
+def run_in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a process of its own, so that nothing it leaves reaches the next one.
+
+    log: the file for what it prints.
+    """
     child = multiprocessing.get_context("fork").Process(
-        target=_logged, args=(log, work, *arguments)
+        target=_run_logged, args=(log, work, *arguments)
     )
     child.start()
     child.join()
@@ -433,7 +451,7 @@ def in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
         sys.exit(f"{log.stem}: exit code {child.exitcode}\n{log.read_text(encoding='utf-8')}")
 
 
-def _logged(log: Path, work: Callable[..., None], *arguments: Any) -> None:
+def _run_logged(log: Path, work: Callable[..., None], *arguments: Any) -> None:
     # In a forked process, torch replaces its pool of threads at the next call that asks for one,
     # without a lock: two threads that load weights at once may find none ("Invalid thread pool").
     torch.set_num_threads(torch.get_num_threads())
@@ -444,39 +462,39 @@ def _logged(log: Path, work: Callable[..., None], *arguments: Any) -> None:
     work(*arguments)
 
 
-def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Where two records are not the same, to the last bit."""
+def find_differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Yield where two records are not the same, to the last bit."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             if key in before and key in now:
-                yield from differences(before[key], now[key], f"{where}/{key}")
+                yield from find_differences(before[key], now[key], f"{where}/{key}")
             else:
                 yield f"{where}/{key}: {'is new' if key in now else 'is gone'}"
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for index, pair in enumerate(zip(before, now, strict=True)):
-            yield from differences(*pair, f"{where}[{index}]")
+            yield from find_differences(*pair, f"{where}[{index}]")
     elif before != now:
         yield f"{where}: {before} was recorded, now {now}"
 
 
 def main(output: Path, only: Sequence[str]) -> int:
-    """Write a record; returns 1 when it is not, to the last bit, what the tests compare with."""
+    """Write a record; return 1 if it differs, to the last bit, from what the tests compare with."""
     with tempfile.TemporaryDirectory(prefix="specdistill-golden-") as folder:
         os.environ["HF_HOME"] = f"{folder}/huggingface"
         for library in LIBRARIES:
             if library != "deepspeed" or importlib.util.find_spec(library):
                 importlib.import_module(library)
-        made = record(Path(folder), only)
+        new_record = build_record(Path(folder), only)
     before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
-    output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    output.write_text(json.dumps(new_record, indent=1) + "\n", encoding="utf-8")
     if only:
         before = {
-            part: {name: before[part][name] for name in made[part] if name in before[part]}
+            part: {name: before[part][name] for name in new_record[part] if name in before[part]}
             for part in before
         }
-    found = list(differences(before, made))
-    print("\n".join(found) or f"{RECORD.name} says the same")
-    return bool(found)
+    differences = list(find_differences(before, new_record))
+    print("\n".join(differences) or f"{RECORD.name} says the same")
+    return bool(differences)
 
 
 if __name__ == "__main__":

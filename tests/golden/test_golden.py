@@ -1,5 +1,4 @@
-"""The commands compute what they did when record.json was made; record.py says how, and renews
-it."""
+"""The commands compute what record.json holds; record.py says how, and renews it."""
 
 import json
 import subprocess
@@ -23,46 +22,47 @@ RECORDED: dict[str, dict[str, Any]] = json.loads(
 TOLERANCE, TOLERANCE_OF_MUON = 2e-4, 1e-2
 
 
-@pytest.mark.long  # trains on pico; for a first look, before the whole record
+@pytest.mark.long  # trains on pico; a first look before the whole record
 @needs_gradients_in_forks
-def test_a_training_begins_as_it_did(tmp_path: Path) -> None:
-    """While its rate rises, steps do not depend on how many follow."""
+def test_the_first_steps_of_a_training_equal_the_record(tmp_path: Path) -> None:
+    """While the learning rate rises, steps do not depend on how many follow."""
     keys = ("train.max_steps=5", "train.eval_strategy=no", "train.eval_on_start=false")
-    begun = record.curve("eagle3", tmp_path, record.prepare(tmp_path), *keys)
-    takes_the_same_course(
-        "eagle3", {what: RECORDED["curves"]["eagle3"][what][:5] for what in record.LOGGED}, begun
+    curve = record.record_curve("eagle3", tmp_path, record.prepare(tmp_path), *keys)
+    check_same_course(
+        "eagle3", {what: RECORDED["curves"]["eagle3"][what][:5] for what in record.LOGGED}, curve
     )
 
 
 @pytest.mark.long  # thirty commands: trainings, reports and exports
-def test_the_commands_compute_what_they_did(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """A fresh record, made in a process of its own: it takes one thread, and this one may have
-    begun with more.
+def test_the_commands_compute_what_the_record_holds(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """The new record is made in a process with one thread; this one may have begun with more.
 
-    One test, so that one worker makes the record while others go on with theirs.
+    It is one test, so that one worker makes the record while others go on with theirs.
     """
     output = tmp_path / "golden.json"
     command = [sys.executable, str(FOLDER / "record.py"), str(output)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert output.is_file(), result.stderr
-    made: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
-    assert {part: [*entries] for part, entries in made.items()} == {
+    new_record: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
+    assert {part: [*entries] for part, entries in new_record.items()} == {
         part: [*entries] for part, entries in RECORDED.items()
     }
     for part, entries in RECORDED.items():
         for name, recorded in entries.items():
             with subtests.test(f"{part}/{name}"):
                 if part == "curves":
-                    takes_the_same_course(name, recorded, made[part][name])
+                    check_same_course(name, recorded, new_record[part][name])
                 else:
-                    assert made[part][name] == recorded
+                    assert new_record[part][name] == recorded
 
 
-def takes_the_same_course(name: str, recorded: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same_course(name: str, recorded: dict[str, Any], now: dict[str, Any]) -> None:
     assert now.keys() == recorded.keys()
     is_muon = "Muon" in name
     tolerance = TOLERANCE_OF_MUON if is_muon else TOLERANCE
     for what, values in recorded.items():
         # An accuracy is a share of 300 positions, of which Muon's last bits turn one or two.
-        turned = 0.01 if is_muon and what.startswith("eval_accuracy") else 0.0
-        assert now[what] == pytest.approx(values, rel=tolerance, abs=turned), what
+        tolerance_of_accuracy = 0.01 if is_muon and what.startswith("eval_accuracy") else 0.0
+        assert now[what] == pytest.approx(values, rel=tolerance, abs=tolerance_of_accuracy), what

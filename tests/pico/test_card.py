@@ -1,4 +1,4 @@
-"""The model card's measure, where its value is known."""
+"""The model card's measure has the value that is known for simple models and texts."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_each_distribution_sums_to_one(order: int) -> None:
         assert min(distributions) > 0
 
 
-def test_bigrams_by_hand() -> None:
+def test_probabilities_of_bigrams_equal_those_by_hand() -> None:
     # "0 1 0 1 0 2": bigrams 01 x2, 10 x2, 02 x1; contexts before 0: {1}, before 1: {0}, before 2:
     # {0}
     model = KneserNey(np.array([0, 1, 0, 1, 0, 2]), vocab_size=4, order=2, discount=0.5)
@@ -52,5 +52,5 @@ def test_bigrams_by_hand() -> None:
     assert model.probabilities(np.array([0, 1]))[0] == pytest.approx(
         (2 - 0.5) / 3 + 0.5 * 2 / 3 * unigram
     )
-    # nothing ever followed 2
+    # Nothing ever followed 2.
     assert model.probabilities(np.array([2, 1]))[0] == pytest.approx(unigram)

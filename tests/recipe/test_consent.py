@@ -1,5 +1,4 @@
-"""What runs somebody's code is given on the command line: a recipe or a run of somebody else may
-name it, and is refused until then."""
+"""A recipe that runs somebody's code is refused until the command line repeats the key."""
 
 import json
 import shlex
@@ -33,10 +32,10 @@ SECTIONS = {
 TRUST = "target.trust_remote_code=true"
 
 
-def refused(key: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    ran = specdistill(*arguments)
-    assert (ran.returncode, refused_key(ran.stderr)) == (ExitCode.USER_ERROR, key), ran
-    return ran
+def check_refused(key: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    result = specdistill(*arguments)
+    assert (result.returncode, refused_key(result.stderr)) == (ExitCode.USER_ERROR, key), result
+    return result
 
 
 @pytest.mark.parametrize("key", SECTIONS)
@@ -46,17 +45,17 @@ def test_a_recipe_is_refused_until_the_command_line_repeats_it(
     del in_empty_folder
     value, text = SECTIONS[key]
     Path("somebody.yaml").write_text(f"method: eagle3\n{text}", encoding="utf-8")
-    given = ["recipe=somebody.yaml", "train.output_dir=runs/mine", "eval.suite=pico"]
-    said = refused(key, "eval", *given).stderr
+    keys = ["recipe=somebody.yaml", "train.output_dir=runs/mine", "eval.suite=pico"]
+    said = check_refused(key, "eval", *keys).stderr
     assert said.startswith(
         f"error: {key}: got {value} in somebody.yaml, expected the key on the command line"
     )
     (argument,) = shlex.split(said.partition("Read the code, then add ")[2])
-    refused("eval.draft", "eval", *given, argument)  # what comes next: there is none
+    check_refused("eval.draft", "eval", *keys, argument)  # the next error: there is no draft
     section, _, name = key.partition(".")
-    assert load_recipe(Recipe, [*given, argument]).model_dump()[section][name] in (True, COMMAND)
+    assert load_recipe(Recipe, [*keys, argument]).model_dump()[section][name] in (True, COMMAND)
     off = f"{key}=null" if key.endswith("command") else f"{key}=false"
-    assert not load_recipe(Recipe, [*given, off]).model_dump()[section][name]
+    assert not load_recipe(Recipe, [*keys, off]).model_dump()[section][name]
 
 
 @pytest.mark.parametrize(
@@ -68,23 +67,23 @@ def test_a_recipe_is_refused_until_the_command_line_repeats_it(
         "export dry_run=true engine=vllm output_dir=out data.source=pico",
     ],
 )
-def test_no_command_takes_a_recipes_word(command: str, in_empty_folder: Path) -> None:
+def test_no_command_accepts_trust_from_a_recipe(command: str, in_empty_folder: Path) -> None:
     del in_empty_folder
     text = "method: eagle3\ntarget: {model: ./nowhere, trust_remote_code: true}\n"
     Path("somebody.yaml").write_text(text, encoding="utf-8")
-    refused("target.trust_remote_code", *command.split(), "recipe=somebody.yaml")
+    check_refused("target.trust_remote_code", *command.split(), "recipe=somebody.yaml")
 
 
 @pytest.mark.parametrize(
     "command",
     ["plan hub=false", "doctor draft=draft", "compare drafts=[ngram,draft] output_dir=out"],
 )
-def test_no_command_takes_the_word_of_a_file_of_its_own_keys(
+def test_no_command_accepts_trust_from_a_file_of_its_own_keys(
     command: str, in_empty_folder: Path
 ) -> None:
     del in_empty_folder
     Path("somebody.yaml").write_text(SECTIONS["target.trust_remote_code"][1], encoding="utf-8")
-    refused("target.trust_remote_code", *command.split(), "recipe=somebody.yaml")
+    check_refused("target.trust_remote_code", *command.split(), "recipe=somebody.yaml")
 
 
 # Consent is about the target. A draft is read by classes of transformers and of this project.
@@ -102,7 +101,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a target and a draft model for it."""
+    """Return the folder of a target and a draft model for it."""
     folder = tmp_path_factory.mktemp("models")
     write_target(folder / "target")
     target = FrozenTarget.load(str(folder / "target"))
@@ -110,9 +109,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_code(models: Path, folder: Path, model_type: str) -> Path:
-    """Copy the models, add code to the draft, and return the file that exists once that code has
-    run."""
+def add_code(models: Path, folder: Path, model_type: str) -> Path:
+    """Copy the models, add code to the draft, and return the file that this code would leave."""
     shutil.copytree(models, folder, dirs_exist_ok=True)
     (folder / "draft" / "code.py").write_text(
         CODE.format(marker=str(folder / "marker"), model_type=model_type)
@@ -125,7 +123,7 @@ def with_code(models: Path, folder: Path, model_type: str) -> Path:
     return folder / "marker"
 
 
-OF_SUITE = (
+SUITE_KEYS = (
     "suite=pico {0}num_prompts=1 {0}max_new_tokens=4 {0}repeats=1 {0}warmup=0 {0}sampling_draws=0"
 )
 
@@ -140,40 +138,40 @@ OF_SUITE = (
             marks=pytest.mark.long,
         ),
         "doctor draft=draft eval.num_prompts=1",
-        f"eval method=draft_model draft=draft output_dir=report {OF_SUITE.format('eval.')}",
-        f"compare drafts=[ngram,draft] output_dir=comparison {OF_SUITE.format('')}",
+        f"eval method=draft_model draft=draft output_dir=report {SUITE_KEYS.format('eval.')}",
+        f"compare drafts=[ngram,draft] output_dir=comparison {SUITE_KEYS.format('')}",
     ],
     ids=lambda command: command.split()[0],
 )
 def test_code_of_a_draft_never_runs(
     command: str, model_type: str, models: Path, in_empty_folder: Path
 ) -> None:
-    marker = with_code(models, in_empty_folder, model_type)
-    ran = specdistill(*command.split(), "target=target", TRUST)
+    marker = add_code(models, in_empty_folder, model_type)
+    result = specdistill(*command.split(), "target=target", TRUST)
     expected = (
         (ExitCode.DONE, ExitCode.CHECK_FAILED)
         if model_type == "llama"
         else (ExitCode.CHECK_FAILED, ExitCode.USER_ERROR)
     )
-    assert ran.returncode in expected and not marker.exists(), ran
-    assert TRUST not in ran.stderr + (
-        "" if command.startswith("plan") else ran.stdout
-    )  # no way out; plan repeats it for the target
+    assert result.returncode in expected and not marker.exists(), result
+    assert TRUST not in result.stderr + (
+        "" if command.startswith("plan") else result.stdout
+    )  # no advice to trust the draft; plan repeats the key for the target
 
 
 def test_an_engine_that_trusts_a_target_is_given_no_code_of_its_draft(
     models: Path, in_empty_folder: Path
 ) -> None:
-    with_code(models, in_empty_folder, "llama")
-    ran = specdistill(
+    add_code(models, in_empty_folder, "llama")
+    result = specdistill(
         "export", "draft=draft", "engine=vllm", "target=target", "output_dir=exported"
     )
-    assert ran.returncode == ExitCode.DONE, ran
+    assert result.returncode == ExitCode.DONE, result
     assert not list(Path("exported").glob("*.py"))
     assert "auto_map" not in json.loads(Path("exported/config.json").read_text(encoding="utf-8"))
 
 
-# What recipes for several GPUs say in place of a command
+# Recipes for several GPUs state how many, and need no command for an engine.
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

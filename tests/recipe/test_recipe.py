@@ -1,5 +1,4 @@
-"""Recipes load strictly: what is unknown, missing or mistyped is one line that names the key and
-what is near it."""
+"""Recipes load strictly: a mistake is one line that names the key and what is near it."""
 
 import itertools
 import re
@@ -28,7 +27,7 @@ COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
 EVERY_RECIPE = sorted(
     path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
 )
-# What SmolLM2's recipes read, `make smollm2` pins by hashes.
+# Without SmolLM2's, whose inputs `make smollm2` pins by hashes.
 PUBLISHED = [
     name
     for name in EVERY_RECIPE
@@ -38,7 +37,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 LICENCES = {"apache-2.0", "mit"}
 
 
-def schema_of(name: str) -> type:
+def choose_schema(name: str) -> type:
     return (
         TargetRecipe
         if "curriculum" in yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -46,24 +45,24 @@ def schema_of(name: str) -> type:
     )
 
 
-def header(name: str) -> str:
-    """The comment that a recipe begins with."""
+def read_header(name: str) -> str:
+    """Return the comment that a recipe begins with."""
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return "\n".join(
         line[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
     )
 
 
-def commands(name: str) -> list[list[str]]:
-    """The words of each command in a recipe's header, which are indented there."""
-    lines = re.sub(r"\\\n *", " ", header(name)).splitlines()
+def list_commands(name: str) -> list[list[str]]:
+    """Return the words of each command in a recipe's header, where commands are indented."""
+    lines = re.sub(r"\\\n *", " ", read_header(name)).splitlines()
     return [shlex.split(line) for line in lines if line.startswith("   ")]
 
 
-def launch_line(name: str) -> list[str]:
-    """The key=value arguments of the command in a recipe's header that trains."""
+def read_training_keys(name: str) -> list[str]:
+    """Return the key=value arguments of the command in a recipe's header that trains."""
     (words,) = (
-        words for words in commands(name) if any(word.startswith("train/") for word in words)
+        words for words in list_commands(name) if any(word.startswith("train/") for word in words)
     )
     return [word for word in words if re.match(r"[a-z_.]+=", word)]
 
@@ -72,31 +71,31 @@ def load(*arguments: str) -> Recipe:
     return load_recipe(Recipe, [*COMPLETE, *arguments])
 
 
-def reloaded(recipe: Any, folder: Path, *more: str) -> Any:
-    """The recipe that was recorded of one."""
+def record_and_reload(recipe: Any, folder: Path, *more: str) -> Any:
+    """Write the record of a recipe and load that."""
     (folder / "recipe.yaml").write_text(format_recipe(recipe), encoding="utf-8")
     schema: type[Any] = TargetRecipe if isinstance(recipe, TargetRecipe) else Recipe
     return load_recipe(schema, [f"recipe={folder / 'recipe.yaml'}", *more])
 
 
 @pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_arguments_exist(
+def test_every_recipe_loads_from_its_header_and_round_trips_with_valid_training_arguments(
     name: str, tmp_path: Path
 ):
-    recipe: Any = load_recipe(schema_of(name), launch_line(name))
-    assert launch_line(name)[0] == f"recipe={name}"
-    assert reloaded(recipe, tmp_path) == recipe
+    recipe: Any = load_recipe(choose_schema(name), read_training_keys(name))
+    assert read_training_keys(name)[0] == f"recipe={name}"
+    assert record_and_reload(recipe, tmp_path) == recipe
     build_training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_stated(name: str):
-    recipe: Any = load_recipe(Recipe, launch_line(name))
-    # a folder that a command of the header pins
-    given = merge_values([f"recipe={name}"])["target"]["model"] == REQUIRED_MARK
+    recipe: Any = load_recipe(Recipe, read_training_keys(name))
+    # Such a target is a folder, whose commit a command of the header pins.
+    is_folder = merge_values([f"recipe={name}"])["target"]["model"] == REQUIRED_MARK
     pinned = (
-        [word for words in commands(name) for word in words if COMMIT.fullmatch(word)]
-        if given
+        [word for words in list_commands(name) for word in words if COMMIT.fullmatch(word)]
+        if is_folder
         else [recipe.target.revision]
     )
     sources = [source for _, source in list_entries(recipe.data.source)]
@@ -110,25 +109,25 @@ def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_st
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_its_header_s_commands_are_of_this_recipe_and_its_gate_is_the_one_named(name: str):
-    recipe: Any = load_recipe(Recipe, launch_line(name))
+def test_a_header_has_the_commands_and_the_gate_of_its_recipe(name: str):
+    recipe: Any = load_recipe(Recipe, read_training_keys(name))
     assert (
-        f"Gate: eval/gates/{recipe.gate}.yaml" in header(name)
+        f"Gate: eval/gates/{recipe.gate}.yaml" in read_header(name)
         and (GATES / f"{recipe.gate}.yaml").is_file()
     )
     told = {
         tuple(words[:2]) if words[0] != "specdistill" else " ".join(words[1:3])
-        for words in commands(name)
+        for words in list_commands(name)
     }
     assert {"data make", f"eval recipe={recipe.train['output_dir']}/run/recipe.yaml"} <= told
-    for words in commands(name):
+    for words in list_commands(name):
         if words[0] == "specdistill":
             keys = [word for word in words if re.match(r"[a-z_.]+=", word)]
             assert keys[0] in (
                 f"recipe={name}",
                 f"recipe={recipe.train['output_dir']}/run/recipe.yaml",
             )
-            load_recipe(Recipe, [*launch_line(name), *keys[1:]])
+            load_recipe(Recipe, [*read_training_keys(name), *keys[1:]])
         if words[:2] == ["vllm", "serve"]:
             assert COMMIT.fullmatch(words[words.index("--revision") + 1])
             assert recipe.target.revision is None or words[2:5] == [
@@ -151,7 +150,7 @@ def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
         "true",
         "null",
     )
-    assert reloaded(recipe, tmp_path) == recipe
+    assert record_and_reload(recipe, tmp_path) == recipe
 
 
 def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: Path):
@@ -197,7 +196,7 @@ def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_pa
         ),
     ],
 )
-def test_unknown_keys_name_the_nearest(arguments: str, key: str, near: str):
+def test_an_unknown_key_is_refused_with_the_nearest_one(arguments: str, key: str, near: str):
     with pytest.raises(UserError, match=rf"^{key}: got an unknown key, .* {near}\?$"):
         load(*arguments.split())
 
@@ -215,8 +214,8 @@ def test_missing_keys_are_named(given: list[str], missing: str):
         load_recipe(Recipe, given)
 
 
-def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
-    """Only what reads the data asks for its source: measuring does not."""
+def test_a_required_key_of_a_recipe_gets_no_default():
+    """Only commands that read the data require its source; measuring does not."""
     assert load_recipe(Recipe, ["recipe=small/eagle3", "target.model=x"]).data.source == "???"
 
 
@@ -266,17 +265,17 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("--recipe", "--recipe", "an unknown option"),
     ],
 )
-def test_mistakes_name_key_and_value(argument: str, key: str, got: str):
+def test_a_mistake_is_refused_by_its_key_and_value(argument: str, key: str, got: str):
     with refused(key, got):
         load(argument)
 
 
-def test_an_int_is_good_for_a_float():
+def test_an_int_is_accepted_for_a_float():
     recipe = load("eval.temperature=1", "data.regenerate={num_tokens: 1, temperatures: [0,1]}")
     assert recipe.data.regenerate.temperatures == [0.0, 1.0]
 
 
-def test_interpolation_of_another_key(monkeypatch: pytest.MonkeyPatch):
+def test_a_value_interpolates_other_keys_and_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("USER", "me")
     assert load("eval.output_dir=${oc.env:USER}/here").eval.output_dir == "me/here"
     assert (
@@ -287,7 +286,7 @@ def test_interpolation_of_another_key(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "text", ["- a\n- b\n", "target: {model: pico\n", "target: {model: a}\ntarget: {model: b}\n"]
 )
-def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
+def test_a_file_that_is_no_recipe_is_refused(text: str, tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text(text, encoding="utf-8")
     with refused("recipe", path):
@@ -309,8 +308,8 @@ def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
     assert load("loss.divergence=tvd").loss.divergence == "tvd"
     recipe = load("loss.divergence={forward_kl: 0.5, tvd: 1}", "loss.divergence.tvd=2")
     assert recipe.loss.divergence == {"forward_kl": 0.5, "tvd": 2}
-    assert reloaded(recipe, tmp_path) == recipe
-    assert reloaded(recipe, tmp_path, "loss.divergence=jsd").loss.divergence == "jsd"
+    assert record_and_reload(recipe, tmp_path) == recipe
+    assert record_and_reload(recipe, tmp_path, "loss.divergence=jsd").loss.divergence == "jsd"
 
 
 @pytest.mark.parametrize(
@@ -354,11 +353,11 @@ def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
             "method=eagle3",
             "recipe",
         ),
-        # as a byte that is no UTF-8 arrives
+        # Python decodes a byte of an argument that is not UTF-8 so.
         ("target: {model: pico}", "train.output_dir=\udcff", "train.output_dir"),
     ],
 )
-def test_what_omegaconf_cannot_read_is_one_line(
+def test_a_value_that_omegaconf_cannot_read_is_refused_by_its_key(
     of_file: str, given: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "r.yaml").write_text(of_file, encoding="utf-8")
@@ -475,7 +474,7 @@ def test_a_key_that_something_reads_is_accepted_and_survives_the_record(
     arguments: list[str], tmp_path: Path
 ):
     recipe = load(*arguments)
-    assert reloaded(recipe, tmp_path) == recipe
+    assert record_and_reload(recipe, tmp_path) == recipe
 
 
 def test_a_record_lists_the_keys_of_all_variants_and_may_choose_another(tmp_path: Path) -> None:
@@ -500,15 +499,15 @@ def test_a_record_lists_the_keys_of_all_variants_and_may_choose_another(tmp_path
         if row[0].startswith("hidden_states.")
     }
     store = ["hidden_states.mode=offline", "hidden_states.path=store"]
-    assert reloaded(online, tmp_path, *store) == offline
-    assert reloaded(offline, tmp_path, "hidden_states.mode=hybrid") == hybrid
+    assert record_and_reload(online, tmp_path, *store) == offline
+    assert record_and_reload(offline, tmp_path, "hidden_states.mode=hybrid") == hybrid
     with refused("hidden_states.path", "nothing"):
-        reloaded(online, tmp_path, "hidden_states.mode=offline")
+        record_and_reload(online, tmp_path, "hidden_states.mode=offline")
     with refused("hidden_states.path", "store"):
-        reloaded(hybrid, tmp_path, "hidden_states.mode=online")
+        record_and_reload(hybrid, tmp_path, "hidden_states.mode=online")
 
 
-def test_a_misspelt_key_is_told_before_a_key_that_does_not_apply() -> None:
+def test_a_misspelt_key_is_reported_before_a_key_that_does_not_apply() -> None:
     with refused("hidden_states.mod", "an unknown key"):
         load("hidden_states.mod=offline", "hidden_states.path=store")
 
@@ -557,7 +556,7 @@ def test_several_sources_need_no_quotes(
             ("data.source[0]", "a.jsonl", 1.0),
             ("data.source[1]", "org/name", 1.0),
         ]
-        assert reloaded(recipe, tmp_path) == recipe
+        assert record_and_reload(recipe, tmp_path) == recipe
     (tmp_path / "a,b.jsonl").touch()
     assert load_recipe(Recipe, [*base, "data.source=a,b.jsonl"]).data.source == "a,b.jsonl"
     typed = (
@@ -570,11 +569,11 @@ def test_several_sources_need_no_quotes(
         ("b.jsonl", 2),
         ("self", 1),
     ]
-    # a list that is not closed takes no other key
+    # A list that is not closed does not swallow the next key.
     assert select_recipe_keys(["a=[b", "c=d", "--json"]) == ["a=[b", "c=d"]
 
 
-def test_epochs_that_are_typed_act_over_the_steps_of_a_recipe() -> None:
+def test_typed_epochs_replace_the_steps_of_a_recipe() -> None:
     epochs = load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2"])
     assert epochs.train["num_train_epochs"] == 2 and "max_steps" not in epochs.train
     small = ["recipe=small/eagle3", "target.model=x", "data.source=x"]

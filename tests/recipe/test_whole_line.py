@@ -1,9 +1,8 @@
-"""Every recipe goes the whole line, by the commands that a user types: data, features, training,
-decoding, report, export.
+"""Every recipe runs from its data to an export, by the commands that a user types.
 
-It is run as it stands in its file, for a tiny random target of its target's class; what the tables
-below name is made smaller or replaced, and nothing else. `recipes/<target>/config.json` says which
-class that is.
+A recipe runs as it stands in its file, for a tiny random target of its target's class; what the
+tables below name is made smaller or replaced, and nothing else. `recipes/<target>/config.json` says
+which class that is.
 """
 
 import json
@@ -40,28 +39,29 @@ EVERY = sorted(
 )
 
 
-def configuration_of(name: str) -> str:
+def read_configuration_name(name: str) -> str:
     """Return the launch configuration that the first lines of a recipe name."""
     header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     configuration, *_ = re.findall(r"(?:--config_file accelerate_configs/|launch=)(\w+)", header)
     return configuration
 
 
-def choose_launched() -> set[str]:
+def choose_launched_recipes() -> set[str]:
     """Return the recipes that are trained by processes of their own launch configuration.
 
-    One of each method, but only one whose configuration is `cpu`: that starts the one process that
-    the others train in here, for every method alike, and is seconds of imports each time.
+    There is one for each method, but only one in all whose configuration is `cpu`. That
+    configuration starts one process, in which every method trains as it does here, and starting it
+    takes seconds of imports.
     """
     first = {read_yaml(RECIPES / f"{name}.yaml")["method"]: name for name in reversed(EVERY)}
-    in_one_process = [name for name in first.values() if configuration_of(name) == "cpu"]
+    in_one_process = [name for name in first.values() if read_configuration_name(name) == "cpu"]
     return set(first.values()).difference(in_one_process[1:])
 
 
-LAUNCHED = choose_launched()
+LAUNCHED = choose_launched_recipes()
 
-# Numbers that are made smaller where a recipe has larger ones. An empty place stands for a large
-# number in those of UNLIMITED.
+# Numbers that replace larger ones of a recipe. Where a recipe does not set a key of UNLIMITED, its
+# number counts as larger.
 AT_MOST: dict[str, tuple[float, str]] = {
     "data.max_length": (
         300,
@@ -97,7 +97,7 @@ AT_MOST: dict[str, tuple[float, str]] = {
 }
 UNLIMITED = {"train.max_steps", *(key for key in AT_MOST if key.startswith("eval."))}
 
-# What is on the Hub or on somebody's disk, and what stands for it. None: the key is not passed.
+# Replacements of what is on the Hub or on somebody's disk. A key that becomes None is not passed.
 REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
     "target.model": (lambda line, name: line.target, "a tiny model of the same class"),
     "target.revision": (lambda line, revision: revision and "null", "a folder has none"),
@@ -140,8 +140,10 @@ TEXT = "Row {} says {} and then again {}, which is all that it has to say.\n"
 
 
 class Line:
-    """A recipe on its way. folder: for all that it leaves. server: the address of one that answers
-    as OpenAI's API."""
+    """A recipe whose commands run at tiny sizes.
+
+    folder: where its files go. server: the address of a server with OpenAI's API.
+    """
 
     def __init__(self, name: str, folder: Path, server: str) -> None:
         self.name, self.folder, self.run = name, folder, folder / "run"
@@ -151,7 +153,7 @@ class Line:
         self.server = server
 
     def value(self, key: str) -> Any:
-        """None where the file says nothing."""
+        """Return the value of a key, or None where the file does not set it."""
         value: Any = self.recipe
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -159,8 +161,8 @@ class Line:
 
     @cached_property
     def published(self) -> Config:
-        """The target's config.json; a Llama's where the command line may name any target."""
-        model = self.value("target.model")
+        """The target's config.json, or a Llama's where the command line may name any target."""
+        model = self.get_value("target.model")
         path = (PICO if model == "pico" else RECIPES / Path(self.name).parent) / "config.json"
         if model == REQUIRED_MARK and not path.is_file():
             return {"model_type": "llama"}
@@ -175,16 +177,23 @@ class Line:
 
     @cached_property
     def target(self) -> Path:
-        has_layer = self.method == "mtp" and self.value("draft.init") is None
+        has_layer = self.method == "mtp" and self.get_value("draft.init") is None
         write_model(self.folder / "target", self.published, self.family, has_layer=has_layer)
         return self.folder / "target"
 
     @cached_property
     def smaller(self) -> Path:
-        """A language model half as deep, of the class that a config.json in a folder of the
-        recipe's name says, or else of the target's."""
-        own = RECIPES / self.name / "config.json"
-        config = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else self.published
+        """A language model half as deep as the target.
+
+        Its class is that of the config.json in a folder of the recipe's name, or else that of the
+        target.
+        """
+        own_path = RECIPES / self.name / "config.json"
+        config = (
+            json.loads(own_path.read_text(encoding="utf-8"))
+            if own_path.is_file()
+            else self.published
+        )
         write_model(
             self.folder / "smaller",
             config.get("text_config", config),
@@ -196,25 +205,25 @@ class Line:
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        said = self.value("data.source")
+        said = self.get_value("data.source")
         return [{"source": said}] if isinstance(said, str) else said
 
-    def named(self, *names: str) -> bool:
-        """Whether a source has one of these names."""
+    def has_source(self, *names: str) -> bool:
+        """Return whether a source has one of these names."""
         return any(entry["source"] in names for entry in self.sources)
 
     def source(self) -> str:
-        """`data.source` with files in place of what a recipe names."""
-        made = []
+        """Return `data.source` with files in place of what a recipe names."""
+        entries = []
         for number, entry in enumerate(self.sources):
             if entry["source"] == SELF_SOURCE:
-                # Of a random target, tokens that are all as likely end a prompt soonest.
-                made.append({**entry, "num_prompts": 6, "temperature": 100})
+                # A prompt of a random target ends soonest when all tokens are equally likely.
+                entries.append({**entry, "num_prompts": 6, "temperature": 100})
                 continue
-            columns = entry.get("columns") or self.value("data.columns") or {}
+            columns = entry.get("columns") or self.get_value("data.columns") or {}
             form = "text" if entry["source"] in ("pico", REQUIRED_MARK) else "messages"
             rows = list(
-                rows_of(
+                build_rows(
                     columns or {form: form},
                     entry.get("where", {}),
                     max(1, entry.get("min_turns", 0)),
@@ -227,8 +236,8 @@ class Line:
                 for key, value in entry.items()
                 if key not in ("name", "split", "revision")
             }
-            made.append({**own, "source": str(path)})
-        return json.dumps(made)
+            entries.append({**own, "source": str(path)})
+        return json.dumps(entries)
 
     @cached_property
     def suite(self) -> Path:
@@ -245,35 +254,39 @@ class Line:
 
     @cached_property
     def keys(self) -> list[str]:
-        """What follows recipe=… on the command line."""
-        made = {key: replace(self, self.value(key)) for key, (replace, _) in REPLACED.items()}
+        """The key=value arguments of the recipe's commands."""
+        values = {key: replace(self, self.get_value(key)) for key, (replace, _) in REPLACED.items()}
         for key, (limit, _) in AT_MOST.items():
-            value = self.value(key)
+            value = self.get_value(key)
             value = math.inf if value is None and key in UNLIMITED else value
-            made[key] = limit if value is not None and value > limit else None
+            values[key] = limit if value is not None and value > limit else None
         return [
             f"recipe={self.name}",
-            *(f"{key}={value}" for key, value in made.items() if value is not None),
+            *(f"{key}={value}" for key, value in values.items() if value is not None),
         ]
 
     @property
-    def served_by(self) -> list[str]:
-        """Engines that must take the draft: vLLM, and those that it is published for. None looks
-        for a layer that a class has not."""
-        is_foreign = self.method == "mtp" and self.value("draft.init") == "scratch"
-        return [] if is_foreign else ["vllm", *(self.value("publish.exports") or [])]
+    def required_engines(self) -> list[str]:
+        """The engines that must take the draft: vLLM, and those that it is published for.
+
+        There are none where the target's class lacks the layer: no engine looks for it there.
+        """
+        is_foreign = self.method == "mtp" and self.get_value("draft.init") == "scratch"
+        return [] if is_foreign else ["vllm", *(self.get_value("publish.exports") or [])]
 
     @property
     def data_keys(self) -> list[str]:
-        """Those of commands that make no run."""
+        """The keys of commands that make no run."""
         return [key for key in self.keys if not key.startswith("train.output_dir=")]
 
 
-def rows_of(
+def build_rows(
     columns: Mapping[str, str], where: Mapping[str, Any], turns: int, count: int = 24
 ) -> Iterator[dict[str, Any]]:
-    """Rows whose columns have the names that a recipe reads: conversations, texts, instructions
-    with or without an answer."""
+    """Yield rows whose columns have the names that a recipe reads.
+
+    They hold conversations, texts, and instructions with or without an answer.
+    """
     wanted = {name: value[0] if isinstance(value, list) else value for name, value in where.items()}
     for number in range(count):
         said = [
@@ -294,8 +307,8 @@ def rows_of(
         yield wanted | {own: contents[ours] for ours, own in columns.items() if ours in contents}
 
 
-def run(*arguments: str, codes: Collection[int] = (0,)) -> int:
-    """A command; its exit code, one of `codes`."""
+def run_command(*arguments: str, codes: Collection[int] = (0,)) -> int:
+    """Run a command, and return its exit code, which must be one of `codes`."""
     began = time.perf_counter()
     ended = specdistill(*arguments)
     print(
@@ -308,16 +321,16 @@ def run(*arguments: str, codes: Collection[int] = (0,)) -> int:
 
 @pytest.mark.long  # a whole recipe each, several of them in processes of their own
 @pytest.mark.parametrize("name", EVERY)
-def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_from_its_data_to_an_export(name: str, tmp_path: Path) -> None:
     with running(Behaviour(returns_tokens=False)) as server:
         line = Line(name, tmp_path, server.address)
-        if line.value("data.regenerate.server"):
-            run("data", "make", *line.data_keys)
-    check_data(line, "answer " if line.value("data.regenerate.server") else "")
-    if not line.named("pico", SELF_SOURCE, REQUIRED_MARK):
+        if line.get_value("data.regenerate.server"):
+            run_command("data", "make", *line.data_keys)
+    check_data(line, "answer " if line.get_value("data.regenerate.server") else "")
+    if not line.has_source("pico", SELF_SOURCE, REQUIRED_MARK):
         check_data(line, "as everybody knows", "data.regenerate=null")
-    if line.value("hidden_states.mode") not in (None, "online"):
-        run("data", "features", *line.data_keys, "hidden_states.mode=hybrid")
+    if line.get_value("hidden_states.mode") not in (None, "online"):
+        run_command("data", "features", *line.data_keys, "hidden_states.mode=hybrid")
     check_training(line)
     check_report(line)
     for engine in list_engines_with("serve_command"):
@@ -326,8 +339,10 @@ def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
 
 
 def check_data(line: Line, answer: str, *keys: str) -> None:
-    """What carries loss are answers, as a user sees them. answer: what is said in each, and nowhere
-    else."""
+    """Check that only answers carry loss, as `data show` prints them.
+
+    answer: what each answer contains, and nothing else does.
+    """
     shown = specdistill("data", "show", *line.data_keys, *keys, "documents=999", "--json")
     assert shown.returncode == 0, shown.stderr
     documents = json.loads(shown.stdout)["documents"]
@@ -338,19 +353,19 @@ def check_data(line: Line, answer: str, *keys: str) -> None:
             for wanted in (True, False)
         )
         assert loss
-        # a text, or of the target's own question
-        if "Row " in loss or (line.named(SELF_SOURCE) and "What follows" not in context):
+        # The document is a text, or answers a question of the target itself.
+        if "Row " in loss or (line.has_source(SELF_SOURCE) and "What follows" not in context):
             continue
         assert "What follows" in context and "What follows" not in loss, document
         assert answer in loss and not (answer and answer in context), document
 
 
 def check_training(line: Line) -> None:
-    """Two steps, in this process or in those of the recipe's launch configuration."""
+    """Train two steps, in this process or by the recipe's launch configuration."""
     if line.name in LAUNCHED:
-        launch(line)
+        launch_training(line)
     else:
-        run("train", *line.keys)
+        run_command("train", *line.keys)
     state = json.loads(
         (line.run / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8")
     )
@@ -359,8 +374,8 @@ def check_training(line: Line) -> None:
     assert any("eval_acceptance_length" in entry for entry in state["log_history"])
 
 
-def launch(line: Line) -> None:
-    configuration = configuration_of(line.name)
+def launch_training(line: Line) -> None:
+    configuration = read_configuration_name(line.name)
     began = time.perf_counter()
     several = ["num_processes=2"] if configuration != "cpu" else []
     command = [
@@ -382,24 +397,26 @@ def launch(line: Line) -> None:
 
 
 def check_report(line: Line) -> None:
-    """Greedy completions are those of transformers' generate(), sampled ones follow the target;
-    whether it is faster is not asked."""
-    run("eval", *line.keys, codes=(0, 1, 4))
+    """Check that greedy completions are those of generate() and sampled ones follow the target.
+
+    Whether decoding is faster is not checked.
+    """
+    run_command("eval", *line.keys, codes=(0, 1, 4))
     report = json.loads((line.run / "report" / "report.json").read_text(encoding="utf-8"))
     assert (line.run / "report" / "report.html").stat().st_size > 10_000
     settings = report["settings"]
     assert report["gate"]["rules"]
-    assert settings["num_speculative_tokens"] == line.value("eval.num_speculative_tokens")
+    assert settings["num_speculative_tokens"] == line.get_value("eval.num_speculative_tokens")
     found, reasons = report["lossless"], str(report["not_measured"])
     assert found["prompts_checked"] == 2 and found["unexplained_divergences"] == 0, found
     # A random target may be too sure of its tokens for a test. That a wrong rule shows is not
-    # asked: such a draft is hardly accepted.
+    # checked: such a draft is hardly accepted.
     assert "sampling_test" in found or "no two outcomes" in reasons, reasons
     assert "sampling_test" not in found or found["sampling_test"]["p_value"] > 0.001, found
 
 
 def check_export(line: Line, engine: str) -> None:
-    """It is written as the engine loads it, or the engine is said not to take such a draft."""
+    """Check that the draft is written as the engine loads it, or refused by `engine`."""
     folder = line.folder / engine
     ended = specdistill(
         "export",
@@ -408,19 +425,19 @@ def check_export(line: Line, engine: str) -> None:
         f"target={line.target}",
         f"output_dir={folder}",
     )
-    if ended.returncode == 2 and engine not in line.served_by:
+    if ended.returncode == 2 and engine not in line.required_engines:
         assert ended.stderr.startswith("error: engine: got "), ended.stderr
         return
     assert ended.returncode == 0, ended.stderr
     if line.method == "draft_model":
         _, read = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(read.values()), read
-    elif line.method == "mtp":  # in a copy of the target
-        run("doctor", f"draft={folder}", f"target={folder}", "decode=false")
+    elif line.method == "mtp":  # the export is a copy of the target
+        run_command("doctor", f"draft={folder}", f"target={folder}", "decode=false")
     else:
         loader = (
             [f"engine={engine}"]
             if METHODS[line.method].serving().get(engine, Serving()).loaders
             else []
         )
-        run("doctor", f"draft={folder}", f"target={line.target}", "decode=false", *loader)
+        run_command("doctor", f"draft={folder}", f"target={line.target}", "decode=false", *loader)

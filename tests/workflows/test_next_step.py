@@ -1,5 +1,4 @@
-"""`specdistill` alone: what it prints is what the state of the folder asks for, in commands that
-take the keys that they are given."""
+"""`specdistill` alone prints what the state of the folder asks for, in commands with valid keys."""
 
 import os
 import shlex
@@ -14,7 +13,7 @@ from specdistill.evaluation.gate.rules import read_rule
 from specdistill.evaluation.report.files import write_report
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import format_recipe, load_recipe
-from tests.documented import commands, unknown_keys
+from tests.documented import find_commands, find_unknown_keys
 from tests.refusals import refused_key
 from tests.simulated import simulate, simulated_report
 
@@ -25,12 +24,12 @@ PASSES, FAILS, CANNOT_TELL = (
 
 @pytest.fixture
 def run(in_empty_folder: Path) -> Path:
-    """A run that was interrupted, relative to the working directory."""
+    """Return a run that was interrupted, relative to the working directory."""
     del in_empty_folder
-    return interrupted("runs/mine")
+    return write_interrupted_run("runs/mine")
 
 
-def interrupted(folder: str, *more: str) -> Path:
+def write_interrupted_run(folder: str, *more: str) -> Path:
     keys = [
         "method=eagle3",
         "target.model=models/mine",
@@ -49,15 +48,17 @@ def trained(run: Path) -> None:
     (run / "draft" / "config.json").write_text("{}", encoding="utf-8")
 
 
-def measured(
+def add_report(
     run: Path,
     rule: dict[str, object] | None = None,
     place: str = "report",
     age: float = 0.0,
     **parts: object,
 ) -> None:
-    """Trained, and a report that was judged by the rule; without one it was not judged. age:
-    seconds since."""
+    """Add a report that was judged by the rule, or was not judged without one.
+
+    A draft is added where there is none. age: seconds since the report was written.
+    """
     if not (run / "draft").exists():
         trained(run)
     records = simulate(24)
@@ -69,23 +70,32 @@ def measured(
     os.utime(run / place / "report.json", (now - age, now - age))
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
-    """The sentence, and the commands, whose keys all are some."""
+def read_next_step(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    """Return the sentence and the commands that are printed, after checking their keys."""
     assert main([]) == 0
     sentence, *lines, _ = capsys.readouterr().out.splitlines()
     found = [line.partition("#")[0].strip() for line in lines]
     assert [
-        key for verb, keys in commands("\n".join(found)) for key in unknown_keys(verb, keys)
+        key
+        for verb, keys in find_commands("\n".join(found))
+        for key in find_unknown_keys(verb, keys)
     ] == []
     return sentence, found
 
 
-def test_without_a_run(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_a_run_demo_and_plan_are_suggested(
+    in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+):
     del in_empty_folder
-    assert said(capsys)[1] == ["specdistill demo", "specdistill plan target=path/to/model"]
+    assert read_next_step(capsys)[1] == [
+        "specdistill demo",
+        "specdistill plan target=path/to/model",
+    ]
 
 
-def test_after_a_measured_lookup(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_after_a_measured_lookup_its_export_is_suggested(
+    in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+):
     del in_empty_folder
     foreign = Path("results") / "report.json"
     foreign.parent.mkdir()
@@ -96,7 +106,7 @@ def test_after_a_measured_lookup(in_empty_folder: Path, capsys: pytest.CaptureFi
     settings = report["settings"]
     report["settings"] = {**settings, "drafting": {"rule": "vllm", "min": 1, "max": 3}}
     write_report(Path("runs/lookup"), report, records)
-    sentence, found = said(capsys)
+    sentence, found = read_next_step(capsys)
     assert "runs/lookup" in sentence and f"{report['results'][0]['speedup']:.2f}×" in sentence
     assert found == [
         "specdistill export method=ngram engine=vllm target=pico report=runs/lookup"
@@ -109,16 +119,16 @@ def test_after_a_measured_lookup(in_empty_folder: Path, capsys: pytest.CaptureFi
     report = {**report, "engine": {"name": "sglang", "version": "0.5.9"}, "settings": settings}
     report["target"] = {**report["target"], "model": "pico + adapters/a"}
     write_report(Path("runs/lookup"), report, records)
-    assert said(capsys)[1] == [
+    assert read_next_step(capsys)[1] == [
         "specdistill export method=ngram engine=vllm target=pico target.adapter=adapters/a"
         " output_dir=runs/lookup-vllm",
         "specdistill plan target=pico",
     ]
     report["engine"] = {"name": "llama.cpp", "version": "b9000"}
     write_report(Path("runs/lookup"), report, records)
-    assert " engine=llama.cpp " in said(capsys)[1][0]
-    interrupted("runs/mine")
-    assert said(capsys)[1] == [TRAIN]
+    assert " engine=llama.cpp " in read_next_step(capsys)[1][0]
+    write_interrupted_run("runs/mine")
+    assert read_next_step(capsys)[1] == [TRAIN]
 
 
 TRAIN, EVAL = (f"specdistill {verb} recipe=runs/mine/run/recipe.yaml" for verb in ("train", "eval"))
@@ -136,23 +146,23 @@ PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none"
     [
         (lambda run: None, [TRAIN], "incomplete"),
         (trained, [f"{EVAL} eval.suite=path/to/prompts.jsonl"], "not measured"),
-        (measured, ["specdistill gate report=runs/mine/report gates=default"], "no gate verdict"),
+        (add_report, ["specdistill gate report=runs/mine/report gates=default"], "no gate verdict"),
         (
-            lambda run: measured(run, PASSES, incomplete="a server died"),
+            lambda run: add_report(run, PASSES, incomplete="a server died"),
             [f"{EVAL} eval.suite=path/to/prompts.jsonl"],
             "",
         ),
-        (lambda run: measured(run, FAILS), [DOCTOR], "acceptance length"),
+        (lambda run: add_report(run, FAILS), [DOCTOR], "acceptance length"),
         (
-            lambda run: measured(run, CANNOT_TELL),
+            lambda run: add_report(run, CANNOT_TELL),
             [f"{EVAL} eval.suite=path/to/more/prompts.jsonl"],
             "acceptance length",
         ),
-        (lambda run: measured(run, PASSES), [EXPORT, PUBLISH], "passed"),
+        (lambda run: add_report(run, PASSES), [EXPORT, PUBLISH], "passed"),
     ],
     ids=["interrupted", "trained", "measured", "cut short", "failed", "inconclusive", "passed"],
 )
-def test_the_next_step(
+def test_the_next_step_follows_from_the_state_of_the_run(
     reach: Callable[[Path], None],
     steps: list[str],
     fact: str,
@@ -160,7 +170,7 @@ def test_the_next_step(
     capsys: pytest.CaptureFixture[str],
 ):
     reach(run)
-    sentence, found = said(capsys)
+    sentence, found = read_next_step(capsys)
     assert found == steps and "runs/mine" in sentence and fact in sentence
 
 
@@ -170,12 +180,12 @@ def test_the_next_step(
         ("eval.suite=mt-bench", trained, EVAL),
         (
             "publish.repo=me/mine",
-            lambda run: measured(run, PASSES),
+            lambda run: add_report(run, PASSES),
             "specdistill publish run=runs/mine baseline=none",
         ),
         (TRUST, lambda run: None, f"{TRAIN} {TRUST}"),
-        (TRUST, lambda run: measured(run, FAILS), f"{DOCTOR} {TRUST}"),
-        (TRUST, lambda run: measured(run, PASSES), PUBLISH),
+        (TRUST, lambda run: add_report(run, FAILS), f"{DOCTOR} {TRUST}"),
+        (TRUST, lambda run: add_report(run, PASSES), PUBLISH),
         (
             ["eval.engine=vllm", "eval.engine_command=vllm serve"],
             trained,
@@ -183,7 +193,7 @@ def test_the_next_step(
         ),
     ],
 )
-def test_what_the_recipe_names_is_kept(
+def test_the_next_step_depends_on_the_keys_of_the_recipe(
     keys: str | list[str],
     reach: Callable[[Path], None],
     step: str,
@@ -191,43 +201,46 @@ def test_what_the_recipe_names_is_kept(
     capsys: pytest.CaptureFixture[str],
 ):
     del in_empty_folder
-    reach(interrupted("runs/mine", *([keys] if isinstance(keys, str) else keys)))
-    assert said(capsys)[1][-1] == step
+    reach(write_interrupted_run("runs/mine", *([keys] if isinstance(keys, str) else keys)))
+    assert read_next_step(capsys)[1][-1] == step
     if "recipe=" in step:
         load_recipe(Recipe, shlex.split(step)[2:])
 
 
-def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
-    """`specdistill gate` writes its verdict next to the report that it judged; a newer measurement
-    replaces it."""
-    measured(run, age=20)
-    measured(run, FAILS, place="report/release", age=10)
-    assert said(capsys)[1] == [DOCTOR]
-    measured(run, PASSES)
-    assert said(capsys)[1] == [EXPORT, PUBLISH]
+def test_the_next_step_follows_from_the_last_verdict(run: Path, capsys: pytest.CaptureFixture[str]):
+    """`specdistill gate` writes a verdict next to the report; a newer measurement replaces it."""
+    add_report(run, age=20)
+    add_report(run, FAILS, place="report/release", age=10)
+    assert read_next_step(capsys)[1] == [DOCTOR]
+    add_report(run, PASSES)
+    assert read_next_step(capsys)[1] == [EXPORT, PUBLISH]
 
 
-def test_the_run_that_was_worked_on_last_counts(run: Path, capsys: pytest.CaptureFixture[str]):
-    """Not the one that was begun last; and a run that trained a target is none of a draft."""
-    begun = interrupted("runs/sweep/later")
-    measured(run, PASSES)
+def test_the_next_step_is_for_the_run_that_was_worked_on_last(
+    run: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Neither the run that was begun last nor a run that trained a target counts."""
+    later_run = write_interrupted_run("runs/sweep/later")
+    add_report(run, PASSES)
     target = Path("runs/target/run/recipe.yaml")
     target.parent.mkdir(parents=True)
     target.write_text("shape: {num_layers: 2}\n", encoding="utf-8")
-    for number, path in enumerate([begun / "run/recipe.yaml", run / "report/report.json", target]):
+    for number, path in enumerate(
+        [later_run / "run/recipe.yaml", run / "report/report.json", target]
+    ):
         os.utime(path, (2e9 + number, 2e9 + number))
-    assert said(capsys)[1] == [EXPORT, PUBLISH]
+    assert read_next_step(capsys)[1] == [EXPORT, PUBLISH]
 
 
 def test_a_run_that_was_moved_is_named_where_it_lies(run: Path, capsys: pytest.CaptureFixture[str]):
     run.rename("elsewhere")
-    assert said(capsys)[1] == [
+    assert read_next_step(capsys)[1] == [
         "specdistill train recipe=elsewhere/run/recipe.yaml train.output_dir=elsewhere"
     ]
 
 
 def test_a_report_that_cannot_be_read_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
-    measured(run)
+    add_report(run)
     (run / "report" / "report.json").write_text("{", encoding="utf-8")
     assert main([]) == 2
     assert refused_key(capsys.readouterr().err) == "report"
@@ -237,5 +250,7 @@ def test_a_quick_look_is_followed_by_the_whole_measurement(
     run: Path, capsys: pytest.CaptureFixture[str]
 ):
     settings = simulated_report(simulate(24))["settings"] | {"quick": True}
-    measured(run, PASSES, settings=settings)
-    assert said(capsys)[1] == [f"{EVAL} eval.suite=path/to/prompts.jsonl eval.quick=false"]
+    add_report(run, PASSES, settings=settings)
+    assert read_next_step(capsys)[1] == [
+        f"{EVAL} eval.suite=path/to/prompts.jsonl eval.quick=false"
+    ]
