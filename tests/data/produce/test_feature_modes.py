@@ -25,7 +25,7 @@ from tests.data.rows.stores import filled, origin, packed
 from tests.heads import HEADS
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer, write_inputs
-from tests.training.small_runs import trainer
+from tests.training.small_runs import build_trainer
 
 ROWS = packed(8)
 AUX_LAYERS = (1, 2, 3)
@@ -48,7 +48,7 @@ def history(
         "gradient_accumulation_steps": 2,
     }
     often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    fit = trainer(
+    fit = build_trainer(
         folder, ROWS, target, method, learning_rate=1e-2, store=store, **batches, **often, **train
     )
     fit.train()
@@ -100,7 +100,7 @@ def test_losses_are_those_of_training_online(
     target = target_of(dtype)
     bf16 = autocast is not None
     expected = train_online(method, dtype, bf16)
-    aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
+    aux_layers = tuple(build_trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
     store = stored(tmp_path / "store", target, aux_layers, kept, autocast=autocast)
     passes: list[int] = []
     target.backbone.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -125,7 +125,7 @@ def test_nothing_is_learned_from_the_last_token_of_a_document(
     """So its features may be 0, as they are where a server gave those that it had when it ended the
     document."""
     target = target_of(torch.float32)
-    aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
+    aux_layers = tuple(build_trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
     make, of = (
         compute_by_target(target, aux_layers, None),
         origin(hidden_size=target.hidden_size, aux_layers=aux_layers),
@@ -151,7 +151,7 @@ def test_processes_may_read_the_store(tmp_path: Path, train_online: Online) -> N
 def test_a_float32_target_is_near_in_bfloat16(tmp_path: Path, train_online: Online) -> None:
     target = target_of(FLOAT32)
     expected = torch.tensor(train_online("eagle3", FLOAT32, False)[::2])
-    assert trainer(tmp_path, ROWS, target).objective.draft.aux_layers == AUX_LAYERS
+    assert build_trainer(tmp_path, ROWS, target).objective.draft.aux_layers == AUX_LAYERS
     store = stored(tmp_path / "store", target, AUX_LAYERS, "bfloat16")
     losses = torch.tensor(history(tmp_path, target, "eagle3", store)[::2])
     assert 0 < float((losses / expected - 1).abs().max()) < 0.01
