@@ -21,14 +21,14 @@ from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
-def tiny_target() -> FrozenTarget:
+def build_tiny_target() -> FrozenTarget:
     model = tiny_target_model()
     model.generation_config.eos_token_id = []
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
-def rows(count: int, length: int) -> Dataset:
-    """Rows whose kept counts differ, so that a mean of means would show."""
+def make_rows(count: int, length: int) -> Dataset:
+    """Return rows whose numbers of loss tokens differ, so that a mean of means would show."""
     generator = torch.Generator().manual_seed(0)
     table = []
     for index in range(count):
@@ -45,7 +45,7 @@ def rows(count: int, length: int) -> Dataset:
     return Dataset.from_list(table)
 
 
-def trainer(
+def build_trainer(
     output_dir: Path,
     data: Dataset,
     target: FrozenTarget | None = None,
@@ -53,7 +53,7 @@ def trainer(
     store: FeatureStore | None = None,
     **train: Any,
 ) -> DistillationTrainer:
-    target = target or tiny_target()
+    target = target or build_tiny_target()
     arguments = build_training_arguments(
         {
             "output_dir": str(output_dir),
@@ -80,24 +80,29 @@ def trainer(
     )
 
 
-def gradient_of_one_step(
+def record_first_gradients(
     output_dir: Path, micro_batch: int, accumulation: int
 ) -> dict[str, torch.Tensor]:
-    """What the optimizer is given in the first step over four rows, through the Trainer's own
-    loop."""
+    """Return the gradients of the first step over four rows, as the Trainer's loop gives them to
+    the optimizer."""
     batches = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulation,
     }
-    return gradient_of(
-        trainer(
-            output_dir, rows(4, 24), max_steps=1, max_grad_norm=0.0, learning_rate=0.0, **batches
+    return record_gradients(
+        build_trainer(
+            output_dir,
+            make_rows(4, 24),
+            max_steps=1,
+            max_grad_norm=0.0,
+            learning_rate=0.0,
+            **batches,
         )
     )
 
 
-def gradient_of(fit: DistillationTrainer) -> dict[str, torch.Tensor]:
-    """Of the one step that it takes."""
+def record_gradients(fit: DistillationTrainer) -> dict[str, torch.Tensor]:
+    """Train for one step and return its gradients by the names of the parameters."""
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:

@@ -12,7 +12,7 @@ from tests.launches import TWO_PROCESSES, finish, start
 from tests.refusals import refused
 
 
-def build(tmp_path: Path, **fields: Any) -> TrainingArguments:
+def build_arguments(tmp_path: Path, **fields: Any) -> TrainingArguments:
     return build_training_arguments({"output_dir": str(tmp_path), **fields})
 
 
@@ -25,8 +25,8 @@ def test_fields_pass_through_and_win_over_defaults(tmp_path: Path):
     assert (built.learning_rate, built.seed, built.per_device_train_batch_size) == (1e-4, 7, 5)
 
 
-def test_an_int_is_good_for_a_float(tmp_path: Path):
-    assert build(tmp_path, learning_rate=1).learning_rate == 1
+def test_an_int_is_accepted_for_a_float(tmp_path: Path):
+    assert build_arguments(tmp_path, learning_rate=1).learning_rate == 1
 
 
 @pytest.mark.parametrize(
@@ -36,27 +36,25 @@ def test_an_int_is_good_for_a_float(tmp_path: Path):
 def test_the_best_has_the_least_loss_or_the_greatest_score(
     tmp_path: Path, metric: str | None, is_score: bool | None
 ):
-    assert build(tmp_path, metric_for_best_model=metric).greater_is_better is is_score
+    assert build_arguments(tmp_path, metric_for_best_model=metric).greater_is_better is is_score
 
 
-def test_unquoted_no_is_a_name(tmp_path: Path):
-    assert build(tmp_path, eval_strategy=False).eval_strategy == "no"
+def test_an_unquoted_no_is_read_as_a_name(tmp_path: Path):
+    assert build_arguments(tmp_path, eval_strategy=False).eval_strategy == "no"
 
 
 @pytest.mark.parametrize("given", ["none", ["tensorboard"], "tensorboard"])
-def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
-    built = build(tmp_path, report_to=given)
+def test_trackers_are_chosen_by_name(tmp_path: Path, given: str | list[str]):
+    built = build_arguments(tmp_path, report_to=given)
     assert built.report_to == ([] if given == "none" else ["tensorboard"])
 
 
-def test_several_trackers_stand_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_several_trackers_are_kept_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for tracker in ("wandb", "trackio"):
         monkeypatch.setitem(arguments.INTEGRATION_TO_CALLBACK, tracker, lambda: None)
-    assert build(tmp_path, report_to="wandb,trackio").report_to == ["wandb", "trackio"]
+    assert build_arguments(tmp_path, report_to="wandb,trackio").report_to == ["wandb", "trackio"]
     with refused("train.report_to", "none"):
-        build(tmp_path, report_to="wandb,none")
+        build_arguments(tmp_path, report_to="wandb,none")
 
 
 @pytest.mark.parametrize(
@@ -101,10 +99,10 @@ def test_several_trackers_stand_one_after_the_other(
 )
 def test_wrong_values_name_the_field(tmp_path: Path, name: str, value: Any, got: str):
     with refused(f"train.{name}", got):
-        build(tmp_path, **{name: value})
+        build_arguments(tmp_path, **{name: value})
 
 
-def test_what_lies_at_a_limit_passes(tmp_path: Path):
+def test_values_at_a_limit_are_accepted(tmp_path: Path):
     limits = {
         "max_steps": -1,
         "weight_decay": 0.0,
@@ -112,25 +110,27 @@ def test_what_lies_at_a_limit_passes(tmp_path: Path):
         "dataloader_num_workers": 1024,
         "adam_beta2": 0.999,
     }
-    built = build(tmp_path, **limits)
+    built = build_arguments(tmp_path, **limits)
     assert {name: getattr(built, name) for name in limits} == limits
 
 
 def test_fields_that_do_not_go_together_are_named(tmp_path: Path):
     with refused("train.lr_scheduler_kwargs", "{powr: 2} with train.lr_scheduler_type=polynomial"):
-        build(tmp_path, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"powr": 2})
+        build_arguments(tmp_path, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"powr": 2})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "nearest"),
     [("learning_rte", 1.0, "train.learning_rate"), ("log_level", "warn", "warning")],
 )
-def test_a_wrong_name_has_a_nearest_one(tmp_path: Path, name: str, value: Any, nearest: str):
+def test_the_error_of_a_wrong_name_suggests_the_nearest_one(
+    tmp_path: Path, name: str, value: Any, nearest: str
+):
     with pytest.raises(UserError, match=f"{nearest}.$"):
-        build(tmp_path, **{name: value})
+        build_arguments(tmp_path, **{name: value})
 
 
-def launch(*arguments: str) -> tuple[int, str]:
+def run_launch(*arguments: str) -> tuple[int, str]:
     options = (*TWO_PROCESSES, "--mixed_precision=no")
     process = start(Path(__file__).with_name("open_collectives.py"), *arguments, options=options)
     output = finish(process)
@@ -141,7 +141,7 @@ def launch(*arguments: str) -> tuple[int, str]:
 @pytest.mark.distributed
 def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
-    code, output = launch(str(tmp_path))
+    code, output = run_launch(str(tmp_path))
     assert code == 0, output
 
 
@@ -153,10 +153,10 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """torch would copy the draft to each of them for every step."""
+    """torch would copy the draft to each GPU for every step."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", 8)
     with refused("accelerate launch", "one process on a machine of 8 GPUs"):
-        build(tmp_path)
+        build_arguments(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
         ("no", {}, {}),
     ],
 )
-def test_the_recipe_says_the_precision_or_else_the_launch(
+def test_the_recipe_sets_the_precision_or_else_the_launch_does(
     monkeypatch: pytest.MonkeyPatch, launched: str, given: dict[str, Any], taken: dict[str, Any]
 ):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
@@ -184,10 +184,10 @@ def test_half_precision_gradients_of_a_sharded_draft_are_refused(
 ):
     monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
     with refused("train.fp16", "true under DeepSpeed or FSDP"):
-        build(tmp_path, fp16=True)
+        build_arguments(tmp_path, fp16=True)
 
 
-def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(
+def test_an_fsdp_configuration_that_cannot_assemble_a_draft_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -195,18 +195,18 @@ def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(
         "accelerate launch",
         "a configuration with FSDP 1 and fsdp_state_dict_type SHARDED_STATE_DICT",
     ):
-        build(tmp_path)
+        build_arguments(tmp_path)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
     with refused("train.save_on_each_node", "true"):
-        build(tmp_path, save_on_each_node=True)
+        build_arguments(tmp_path, save_on_each_node=True)
 
 
 @pytest.mark.long  # a launch
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
-    code, output = launch(str(tmp_path), "cpu=false")
+    code, output = run_launch(str(tmp_path), "cpu=false")
     assert code != 0
     assert "accelerate launch: got 2 processes that would each train alone" in output
     assert not (tmp_path / "accepted").exists()

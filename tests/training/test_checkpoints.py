@@ -26,17 +26,17 @@ from specdistill.training.checkpoints import (
 from tests.refusals import refused
 
 
-def save(run: Path, step: int, best: int | None = None, **launch: Any) -> Path:
-    """A checkpoint as training leaves it, with `best` as the best so far."""
-    aside = find_checkpoint(run / "saving", step)
-    (aside / "draft").mkdir(parents=True)
+def save_checkpoint(run: Path, step: int, best: int | None = None, **launch: Any) -> Path:
+    """Save a checkpoint as training does, with the step `best` as the best so far."""
+    staging = find_checkpoint(run / "saving", step)
+    (staging / "draft").mkdir(parents=True)
     for rank in (0, 1):
-        (aside / f"rng_state_{rank}.pth").touch()
-    (aside / "draft" / "config.json").write_text("{}")
-    save_file({"fc.weight": torch.zeros(2, 3)}, aside / "model.safetensors")
+        (staging / f"rng_state_{rank}.pth").touch()
+    (staging / "draft" / "config.json").write_text("{}")
+    save_file({"fc.weight": torch.zeros(2, 3)}, staging / "model.safetensors")
     place = None if best is None else str(find_checkpoint(run, best))
-    (aside / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": place}))
-    publish_checkpoint(aside, run, {"sharding": "none", "processes": 2, "rows": 8, **launch}, 1.0)
+    (staging / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": place}))
+    publish_checkpoint(staging, run, {"sharding": "none", "processes": 2, "rows": 8, **launch}, 1.0)
     return find_checkpoint(run, step)
 
 
@@ -48,8 +48,8 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-def resized(best: str) -> Callable[[Path], None]:
-    """Makes another value the best checkpoint of a state, whose manifest fits."""
+def change_best(best: str) -> Callable[[Path], None]:
+    """Return a function that changes the best checkpoint of a state, whose manifest still fits."""
 
     def damage(path: Path) -> None:
         path.write_text(f'{{"best_model_checkpoint": {best}}}')
@@ -75,16 +75,16 @@ def resized(best: str) -> Callable[[Path], None]:
             "trainer_state.json",
             "its trainer_state.json",
         ),
-        (resized("[4, 6]"), "trainer_state.json", "its trainer_state.json cannot be read"),
-        (resized("16"), "trainer_state.json", "its trainer_state.json cannot be read"),
-        (resized('{"a": 1}'), "trainer_state.json", "its trainer_state.json cannot be read"),
+        (change_best("[4, 6]"), "trainer_state.json", "its trainer_state.json cannot be read"),
+        (change_best("16"), "trainer_state.json", "its trainer_state.json cannot be read"),
+        (change_best('{"a": 1}'), "trainer_state.json", "its trainer_state.json cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, name: str, message: str
 ) -> None:
     for step in (2, 4, 10):
-        save(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     assert find_complete_steps(tmp_path) == [10, 4, 2] and not caplog.records
     damage(find_checkpoint(tmp_path, 10) / name)
     assert find_complete_steps(tmp_path) == [4, 2]
@@ -96,23 +96,23 @@ def test_a_damaged_checkpoint_is_skipped_in_one_line(
 
 def test_a_checkpoint_whose_best_is_damaged_is_skipped(tmp_path: Path) -> None:
     for step in (2, 4, 6):
-        save(tmp_path, step, best=None if step == 2 else 4)
+        save_checkpoint(tmp_path, step, best=None if step == 2 else 4)
     cut(find_checkpoint(tmp_path, 4) / "model.safetensors")
     assert find_complete_steps(tmp_path) == [2]
     shutil.rmtree(find_checkpoint(tmp_path, 4))
     assert find_complete_steps(tmp_path) == [2]
 
 
-def test_two_that_name_each_other_the_best_are_whole(tmp_path: Path) -> None:
+def test_checkpoints_that_name_each_other_the_best_are_complete(tmp_path: Path) -> None:
     for step, best in ((2, 4), (4, 2)):
-        save(tmp_path, step, best=best)
+        save_checkpoint(tmp_path, step, best=best)
     assert find_complete_steps(tmp_path) == [4, 2]
 
 
-def test_one_that_was_skipped_is_replaced(tmp_path: Path) -> None:
-    save(tmp_path, 2)
+def test_a_skipped_checkpoint_is_replaced(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 2)
     cut(find_checkpoint(tmp_path, 2) / "model.safetensors")
-    save(tmp_path, 2)
+    save_checkpoint(tmp_path, 2)
     assert find_complete_steps(tmp_path) == [2]
 
 
@@ -123,7 +123,7 @@ def test_the_newest_and_the_best_are_never_removed(
     tmp_path: Path, limit: int | None, left: list[int]
 ) -> None:
     for step in (2, 4, 8, 16):
-        save(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     prune(tmp_path, limit, {find_checkpoint(tmp_path, 4), find_checkpoint(tmp_path, 16)})
     assert list_steps(tmp_path) == left
 
@@ -141,7 +141,7 @@ def test_the_newest_and_the_best_are_never_removed(
         ("fsdp", {"ACCELERATE_USE_FSDP": "true"}, 1, 8, "accelerate launch"),
     ],
 )
-def test_a_launch_that_cannot_resume_it_is_refused(
+def test_a_launch_that_cannot_resume_a_checkpoint_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -151,7 +151,7 @@ def test_a_launch_that_cannot_resume_it_is_refused(
     batch: int,
     key: str | None,
 ) -> None:
-    folder = save(tmp_path, 2, sharding=sharding)
+    folder = save_checkpoint(tmp_path, 2, sharding=sharding)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     arguments: Any = SimpleNamespace(
@@ -170,9 +170,9 @@ def test_a_launch_that_cannot_resume_it_is_refused(
 
 
 def test_a_machine_under_another_number_than_when_it_saved_is_refused(tmp_path: Path) -> None:
-    """With train.save_on_each_node, each machine has the states of its own processes alone; the
-    Trainer resumes without."""
-    folder = save(tmp_path, 2)
+    """With train.save_on_each_node, a machine has only the random states of its own processes; the
+    Trainer would resume without them."""
+    folder = save_checkpoint(tmp_path, 2)
     (folder / "rng_state_1.pth").unlink()
     launch: Any = SimpleNamespace(
         world_size=2, process_index=0, train_batch_size=4, gradient_accumulation_steps=1
@@ -183,10 +183,10 @@ def test_a_machine_under_another_number_than_when_it_saved_is_refused(tmp_path: 
         check_launch(folder, launch)
 
 
-def test_each_machine_says_what_it_skips(
+def test_each_machine_names_the_checkpoints_that_it_skips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    remove(save(tmp_path, 2) / "manifest.json")
+    remove(save_checkpoint(tmp_path, 2) / "manifest.json")
     for rank, local_rank in ((0, 0), (1, 1), (2, 0)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -197,7 +197,7 @@ def test_each_machine_says_what_it_skips(
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")]
 )
-def test_a_full_disk_is_one_line_that_says_how_to_resume(error: Exception) -> None:
+def test_a_full_disk_ends_a_save_in_one_line_that_names_the_checkpoint(error: Exception) -> None:
     with pytest.raises(ResourceError, match="checkpoint-2"), saving(Path("checkpoint-2")):
         raise error
 
@@ -205,16 +205,16 @@ def test_a_full_disk_is_one_line_that_says_how_to_resume(error: Exception) -> No
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes do not fit"), torch.OutOfMemoryError("CUDA out of memory")]
 )
-def test_what_is_no_fault_of_the_disk_is_not_called_one(error: RuntimeError) -> None:
+def test_an_error_that_is_no_disk_fault_is_raised_unchanged(error: RuntimeError) -> None:
     with pytest.raises(type(error), match=str(error)), saving(Path("checkpoint-2")):
         raise error
 
 
-def test_a_duration_that_is_not_known_is_not_written(tmp_path: Path) -> None:
-    """Of a run whose last checkpoint did not say it."""
-    aside = find_checkpoint(tmp_path / "saving", 2)
-    aside.mkdir(parents=True)
-    publish_checkpoint(aside, tmp_path, {}, float("nan"))
+def test_an_unknown_duration_is_not_written(tmp_path: Path) -> None:
+    """The last checkpoint of a resumed run may not name its duration."""
+    staging = find_checkpoint(tmp_path / "saving", 2)
+    staging.mkdir(parents=True)
+    publish_checkpoint(staging, tmp_path, {}, float("nan"))
     assert parse_json((find_checkpoint(tmp_path, 2) / "manifest.json").read_text()) == {
         "files": {},
         "launch": {},

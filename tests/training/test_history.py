@@ -48,31 +48,33 @@ def test_a_run_leaves_its_history(tmp_path: Path) -> None:
     assert history is not None and history.best_step is None
     assert history.summary() == {"seconds": 7.0, "steps": 4, "curve": [[2, 1.5]]}
     assert (tmp_path / "training_curve.png").exists()
-    saved = parse_json((tmp_path / "run" / "history.json").read_text())  # which refuses NaN
+    saved = parse_json((tmp_path / "run" / "history.json").read_text())  # parse_json refuses NaN
     assert saved["log"] == [{"step": 2, "eval_acceptance_length": 1.5}, {"step": 4}]
 
 
-def test_the_history_is_the_drafts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_of_a_draft_is_that_of_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run" / "draft"
     folder.mkdir(parents=True)
     assert read_history(folder, key="drafts") is None
     (tmp_path / "run" / "run").mkdir()
     path = tmp_path / "run" / "run" / "history.json"
     path.write_text('{"seconds": 1.5, "steps": 3, "log": []}')
-    found = History(1.5, 3, [])
-    assert read_history(folder, key="drafts") == found
+    expected = History(1.5, 3, [])
+    assert read_history(folder, key="drafts") == expected
     assert read_history(tmp_path / "run" / "checkpoint-2", key="drafts") is None
     (tmp_path / "link").symlink_to(folder)
-    assert read_history(tmp_path / "link", key="drafts") == found
+    assert read_history(tmp_path / "link", key="drafts") == expected
     monkeypatch.chdir(folder)
-    assert read_history(Path(), key="drafts") == found
+    assert read_history(Path(), key="drafts") == expected
     for broken in ("{", "[]", '{"seconds": 1}'):
         path.write_text(broken)
         with refused("drafts", path):
             read_history(folder, key="drafts")
 
 
-def test_progress_is_a_line_now_and_then(
+def test_progress_is_printed_as_a_line_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
@@ -114,12 +116,12 @@ def test_progress_is_a_line_now_and_then(
     assert max(map(len, printed)) <= 100 and (tmp_path / "training_curve.png").exists()
 
 
-def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
+def test_the_gain_of_a_training_is_that_of_the_saved_draft() -> None:
     lengths = {0: 1.2, 2: 1.9, 4: 1.7}
     log: list[dict[str, Any]] = [
         {"step": step, "eval_acceptance_length": length} for step, length in lengths.items()
     ]
-    # of a draft that was not decoded with at first
+    # Before the first step, nothing was decoded with this draft.
     decoded = [{"step": 2, "eval_decoded_acceptance_length": 1.6}]
     assert History(None, 4, log + decoded).compare_before_and_after() == {
         "steps": 4,
@@ -132,7 +134,7 @@ def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
     assert best.compare_before_and_after() == {"steps": 2, **both}
 
 
-def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
+def test_the_acceptance_curve_leaves_out_evaluations_that_are_no_numbers() -> None:
     log: list[dict[str, Any]] = [{"step": 0, "loss": 2.0}]
     log += [
         {"step": step, "eval_cumulative_acceptance_1": rate}
@@ -151,5 +153,7 @@ def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
         [{"step": 0, "eval_acceptance_length": 1.2}],
     ],
 )
-def test_without_an_evaluation_before_and_after_nothing_is_said(log: list[dict[str, Any]]) -> None:
+def test_no_gain_is_reported_without_evaluations_before_and_after(
+    log: list[dict[str, Any]],
+) -> None:
     assert History(1.0, 2, log).compare_before_and_after() is None

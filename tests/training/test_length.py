@@ -1,4 +1,4 @@
-"""A training says how long it is: tokens × epochs = steps, as the Trainer will count them."""
+"""The printed length of a training: tokens × epochs = steps, as the Trainer counts them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from specdistill.common.project import RECIPES
 from specdistill.data.produce.job import RunSize
 from specdistill.recipe.load import merge_values
 from specdistill.training.length import count_steps, print_length
-from tests.training.small_runs import rows, trainer
+from tests.training.small_runs import build_trainer, make_rows
 
 # Recipes whose number of rows is fixed, and whose measured results belong to a number of steps.
 IN_STEPS = ("pico", "smollm2")
@@ -29,16 +29,18 @@ IN_STEPS = ("pico", "smollm2")
         {"max_steps": -1, "num_train_epochs": 4},
     ],
 )
-def test_the_steps_are_those_of_the_trainer(train: dict[str, Any], tmp_path: Path) -> None:
-    fit = trainer(tmp_path, rows(11, 24), **train)
+def test_counted_steps_equal_those_of_the_trainer(train: dict[str, Any], tmp_path: Path) -> None:
+    fit = build_trainer(tmp_path, make_rows(11, 24), **train)
     *_, max_steps = fit.set_initial_training_values(fit.args, fit.get_train_dataloader())
     assert count_steps(train, 11, num_processes=1) == max_steps
 
 
-def test_tokens_times_epochs_are_steps_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    made = RunSize(1_650, num_tokens=412_000, is_made=True)
-    print_length({"num_train_epochs": 2}, 256, made, num_processes=1)
-    print_length({"max_steps": 110}, 256, made._replace(is_made=False), num_processes=2)
+def test_tokens_epochs_and_steps_are_printed_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = RunSize(1_650, num_tokens=412_000, is_made=True)
+    print_length({"num_train_epochs": 2}, 256, size, num_processes=1)
+    print_length({"max_steps": 110}, 256, size._replace(is_made=False), num_processes=2)
     assert capsys.readouterr().err.splitlines() == [
         "Training on 412,000 tokens (1,650 rows of 256) × 2 epochs = 414 steps of 8 rows in one"
         " process.",
@@ -58,12 +60,12 @@ def test_many_epochs_are_warned_of(
         assert "5.5 times" in caplog.text and "train.num_train_epochs=2" in caplog.text
 
 
-def test_rows_that_are_not_counted_have_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_uncounted_rows_print_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_length({"max_steps": 7}, 256, RunSize(None), num_processes=1)
     assert capsys.readouterr().err == ""
 
 
-def test_shipped_recipes_are_in_epochs_and_take_shares_of_them() -> None:
+def test_shipped_recipes_count_in_epochs_and_in_shares_of_them() -> None:
     names = [
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
     ]

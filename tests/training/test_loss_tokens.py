@@ -1,5 +1,5 @@
-"""Which rows teach a draft something, and how far into a draft answers reach: judged by looking at
-each token."""
+"""Which rows teach a draft something, and how many drafted positions the answers reach, compared
+with a look at each token."""
 
 import logging
 import random
@@ -18,8 +18,8 @@ from tests.refusals import refused
 LENGTH = 12
 
 
-def packed(*rows: list[list[int]]) -> Dataset:
-    """Rows of documents with these loss masks, the rest padding."""
+def make_rows(*rows: list[list[int]]) -> Dataset:
+    """Return rows of documents with these loss masks; the rest of a row is padding."""
     table = []
     for documents in rows:
         mask = [value for document in documents for value in document]
@@ -31,7 +31,7 @@ def packed(*rows: list[list[int]]) -> Dataset:
     return Dataset.from_list(table)
 
 
-def longest_by_hand(documents: list[list[int]], ahead: int) -> int:
+def find_longest_run_by_hand(documents: list[list[int]], ahead: int) -> int:
     learned = [mask[ahead:] for mask in documents]
     return max(
         len([*run]) if value else 0 for mask in learned for value, run in groupby(mask or [0])
@@ -39,19 +39,19 @@ def longest_by_hand(documents: list[list[int]], ahead: int) -> int:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_runs_of_loss_tokens_are_those_of_single_documents(ahead: int) -> None:
+def test_runs_of_loss_tokens_stay_within_their_documents(ahead: int) -> None:
     generator = random.Random(0)
     rows = [
         [[int(generator.random() < 0.6) for _ in range(length)] for length in lengths]
         for lengths in ([12], [4, 8], [3, 4, 5], [5, 3], [1, 1, 10], [2, 2])
         for _ in range(50)
     ]
-    found = find_longest_runs(packed(*rows), ahead).tolist()
-    assert found == [longest_by_hand(documents, ahead) for documents in rows]
+    found = find_longest_runs(make_rows(*rows), ahead).tolist()
+    assert found == [find_longest_run_by_hand(documents, ahead) for documents in rows]
     assert 0 in found and max(found) > 4
 
 
-def config(**keys: Any) -> DataConfig:
+def make_config(**keys: Any) -> DataConfig:
     return DataConfig(source="rows.jsonl", **keys)
 
 
@@ -72,20 +72,20 @@ SECOND = [[0, 1, 0, 0]]  # learned by a draft that reads one token first, not by
 def test_a_split_that_teaches_nothing_is_refused(
     train: Any, validation: Any, ahead: int, split: str, tmp_path: Path
 ) -> None:
-    sets = [packed(*train), packed(*validation)]
+    sets = [make_rows(*train), make_rows(*validation)]
     objective = SimpleNamespace(ahead=ahead, num_positions=4)
     with refused("data.source", "rows.jsonl", holds=f"no row of the {split} split"):
-        select_learnable_rows(sets, objective, config())
+        select_learnable_rows(sets, objective, make_config())
     with refused("data.rows", tmp_path, holds=f"no row of the {split} split"):
-        select_learnable_rows(sets, objective, config(rows=str(tmp_path)))
+        select_learnable_rows(sets, objective, make_config(rows=str(tmp_path)))
 
 
 def test_rows_that_teach_nothing_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    sets = [packed(LONG, NONE, SECOND, LONG), packed(LONG)]
+    sets = [make_rows(LONG, NONE, SECOND, LONG), make_rows(LONG)]
     kept = {}
     for ahead in (1, 2):
         train, validation = select_learnable_rows(
-            sets, SimpleNamespace(ahead=ahead, num_positions=4), config()
+            sets, SimpleNamespace(ahead=ahead, num_positions=4), make_config()
         )
         kept[ahead] = [sum(mask) for mask in train["loss_mask"]]
         assert validation[:] == sets[1][:]
@@ -103,12 +103,12 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(caplog: pytest.LogCapt
 def test_positions_that_no_answer_reaches_are_named_once(
     train: int, validation: int, positions: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sets = [packed([[0] * 4 + [1] * length]) for length in (train, validation)]
+    sets = [make_rows([[0] * 4 + [1] * length]) for length in (train, validation)]
     with caplog.at_level(logging.WARNING, logger="specdistill"):
-        select_learnable_rows(sets, SimpleNamespace(ahead=2, num_positions=4), config())
+        select_learnable_rows(sets, SimpleNamespace(ahead=2, num_positions=4), make_config())
     lengths = f"{train} tokens in training rows and {validation} in validation rows"
-    said = [
-        f"drafted positions {positions}." in it.getMessage() and lengths in it.getMessage()
-        for it in caplog.records
+    is_named = [
+        f"drafted positions {positions}." in record.getMessage() and lengths in record.getMessage()
+        for record in caplog.records
     ]
-    assert said == [True] * bool(positions)
+    assert is_named == [True] * bool(positions)

@@ -1,4 +1,4 @@
-"""What objectives count of a batch, and the metrics that are made of it, by hand."""
+"""The sums of an objective over a batch and the metrics made of them, computed by hand."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,9 @@ from transformers import EvalPrediction
 from specdistill.training.objective import StepSums, gather_before, select_loss_rows, step_metrics
 
 
-def test_a_chain_ends_with_its_first_token_without_loss_or_wrong() -> None:
-    """Three chains of three positions: whole, wrong at the second, without loss from the third
-    on."""
+def test_a_chain_ends_at_its_first_wrong_token_or_token_without_loss() -> None:
+    """Of three chains of three positions, one is correct, one is wrong at the second position, and
+    one has no loss at the third."""
     has_loss = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
     correct = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0]])
     accepted = torch.tensor([[0.5, 0.5, 1.0], [0.5, 0.25, 1.0], [0.5, 1.0, 0.0]])
@@ -23,7 +23,7 @@ def test_a_chain_ends_with_its_first_token_without_loss_or_wrong() -> None:
 
 
 def test_metrics_divide_sums_over_batches() -> None:
-    """Of two batches; the third of three positions was not measured."""
+    """There are two batches, and the third of three positions was not measured."""
     none = float("nan")
     tables = [
         [
@@ -67,7 +67,7 @@ def test_metrics_divide_sums_over_batches() -> None:
 
 
 def test_positions_that_nothing_reaches_have_no_metrics() -> None:
-    """Of three positions no token is predicted at the third, and no chain reaches the second."""
+    """No token is predicted at the third of three positions; no chain reaches the second."""
     table = [
         [2.0, 3.0, 0.0],
         [4.0, 2.0, 0.0],
@@ -96,8 +96,8 @@ def test_positions_that_nothing_reaches_have_no_metrics() -> None:
     assert step_metrics(EvalPrediction(np.zeros((1, 8, 3)), np.zeros((1, 2, 1)))) == {}
 
 
-def test_rows_look_so_far_back() -> None:
-    """Two rows of three tokens; the second begins a document at its second token."""
+def test_loss_rows_look_back_within_their_document() -> None:
+    """Both rows have three tokens; the second begins a document at its second token."""
     positions, loss_positions = torch.tensor([[0, 1, 2], [3, 0, 1]]), torch.tensor([1, 2, 3, 5, 0])
     assert select_loss_rows(positions, loss_positions, ahead=2).tolist() == [
         False,

@@ -29,7 +29,7 @@ class Model(nn.Module):
         )
 
 
-def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+def take_step(model: Model, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model.loss().backward()
     optimizer.step()
@@ -59,7 +59,7 @@ def test_each_part_takes_torchs_own_step() -> None:
     others = [theirs.embed.weight, theirs.hidden.bias, theirs.lm_head.weight]
     adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(3):
-        step(ours, optimizer)
+        take_step(ours, optimizer)
         theirs.zero_grad()
         theirs.loss().backward()
         muon.step()
@@ -72,8 +72,8 @@ def test_a_schedule_moves_both_parts() -> None:
     model = Model()
     optimizer = MuonAdamW(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
-    step(model, optimizer)
-    # by which the parts get other groups
+    take_step(model, optimizer)
+    # Loading gives the parts new groups, whose rates the schedule has to move.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     schedule.step()
     assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == {
@@ -123,7 +123,7 @@ HEAD = [
 
 @pytest.mark.parametrize(("num_processes", "busiest"), [(1, 1.0), (2, 0.52), (4, 0.31), (64, 0.21)])
 def test_the_matrices_of_a_head_are_divided_evenly(num_processes: int, busiest: float) -> None:
-    """`busiest`: the largest share of the work, of which the largest matrix alone is 0.202."""
+    """`busiest` is the largest share of the work; the largest matrix alone is 0.202 of it."""
     matrices = [torch.empty(shape, device="meta") for shape in HEAD]
     shares = divide(matrices, num_processes)
     assert sorted(id(matrix) for share in shares for matrix in share) == sorted(map(id, matrices))
@@ -134,7 +134,7 @@ def test_the_matrices_of_a_head_are_divided_evenly(num_processes: int, busiest: 
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
-def test_the_cost_of_a_matrix_is_what_torch_counts(shape: tuple[int, int]) -> None:
+def test_the_cost_of_a_matrix_equals_the_count_of_torch(shape: tuple[int, int]) -> None:
     matrix = nn.Parameter(torch.ones(shape))
     matrix.grad = torch.ones(shape)
     with FlopCounterMode(display=False) as counter:
@@ -142,16 +142,16 @@ def test_the_cost_of_a_matrix_is_what_torch_counts(shape: tuple[int, int]) -> No
     assert counter.get_total_flops() == 5 * count_flops(matrix)
 
 
-def matrices() -> nn.Module:
-    """Wide, tall and square ones, which are given their gradients."""
+def build_matrices() -> nn.Module:
+    """Return a model of wide, tall and square matrices; `take_steps` sets their gradients."""
     torch.manual_seed(0)
     shapes = [(24, 40), (40, 24), (16, 16), (6, 48), (32, 8)]
     return nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> int:
-    """Each with the gradients of its number; returns the floating-point operations of this
-    process."""
+    """Take a step with the gradients of each number, and return the floating-point operations of
+    this process."""
     with FlopCounterMode(display=False) as counter:
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
@@ -165,26 +165,26 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int
 def test_two_processes_share_the_work_of_one_and_one_resumes_what_they_saved(
     tmp_path: Path,
 ) -> None:
-    alone = matrices()
+    alone = build_matrices()
     theirs = torch.optim.Muon(
         alone.parameters(), lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
     )
     work = take_steps(alone, theirs, 0, 1, 2)
 
-    def three_steps(rank: int) -> None:
-        model = matrices()
+    def take_three_steps(rank: int) -> None:
+        model = build_matrices()
         optimizer = MuonAdamW(model, lr=0.1, weight_decay=0.01)
         done = take_steps(model, optimizer, 0, 1)
         checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         done += take_steps(model, optimizer, 2)
         torch.save((done, model.state_dict(), checkpoint), tmp_path / f"{rank}.pt")
 
-    ended = run_processes(tmp_path, three_steps, 0, 1)
+    ended = run_processes(tmp_path, take_three_steps, 0, 1)
     assert [process.code for process in ended] == [0, 0], ended
     shared = []
     for rank in range(2):
         done, weights, (saved, state) = torch.load(tmp_path / f"{rank}.pt")
-        resumed = matrices()
+        resumed = build_matrices()
         resumed.load_state_dict(saved)
         optimizer = MuonAdamW(resumed, lr=0.1, weight_decay=0.01)
         optimizer.load_state_dict(state)

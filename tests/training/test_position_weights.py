@@ -11,8 +11,8 @@ def test_geometric_weights_sum_to_one() -> None:
 
 
 def test_d_pace_is_the_gradient_of_the_smoothed_expected_length() -> None:
-    """By autograd: the weight of position k is the derivative of sum_j prod_{i<=j} s_i by log s_k,
-    over K."""
+    """Autograd computes it: the weight of position k is the derivative of sum_j prod_{i<=j} s_i by
+    log s_k, divided by K."""
     torch.manual_seed(0)
     chances, alpha = torch.rand(5, 4), 0.3
     has_loss = torch.tensor([[1, 1, 1, 1]] * 3 + [[1, 1, 0, 0], [0, 0, 0, 0]]).bool()

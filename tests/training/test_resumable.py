@@ -23,7 +23,7 @@ from tests.processes import needs_gradients_in_forks, run_processes
 from tests.refusals import refused_key
 from tests.scripts import specdistill
 from tests.tiny import tiny_target_model
-from tests.training.small_runs import rows, trainer
+from tests.training.small_runs import build_trainer, make_rows
 
 
 @pytest.fixture(scope="module")
@@ -36,28 +36,27 @@ def train(*keys: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process, uninterrupted."""
+def whole_run(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of one process."""
     path = tmp_path_factory.mktemp("whole") / "run"
     assert train(*keys, f"train.output_dir={path}") == 0
     return path
 
 
-def copy_without_draft(whole: Path, run: Path) -> None:
-    """A run as it is when it was killed after its last checkpoint."""
-    shutil.copytree(whole, run)
+def copy_without_draft(whole_run: Path, run: Path) -> None:
+    """Copy a run to the state in which a kill after its last checkpoint leaves it."""
+    shutil.copytree(whole_run, run)
     shutil.rmtree(run / "draft")
     recipe = run / "run" / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(whole), str(run)))
+    recipe.write_text(recipe.read_text().replace(str(whole_run), str(run)))
 
 
-def weights(run: Path) -> bytes:
+def read_weights(run: Path) -> bytes:
     return (run / "draft" / "model.safetensors").read_bytes()
 
 
-def record(run: Path) -> tuple[int, float, list[float], bytes]:
-    """What the last checkpoint holds: the best step, its metric, every evaluation, and the
-    weights."""
+def read_last_checkpoint(run: Path) -> tuple[int, float, list[float], bytes]:
+    """Return the best step, its metric, every evaluation and the weights of the last checkpoint."""
     state = json.loads((run / "checkpoint-12" / "trainer_state.json").read_text())
     evaluations = [
         entry["eval_acceptance_length"]
@@ -78,8 +77,8 @@ def record(run: Path) -> tuple[int, float, list[float], bytes]:
 def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(
     tmp_path: Path, processes: int
 ) -> None:
-    """Six rows of which a step takes two: three epochs of three steps, resumed after the fourth."""
-    data = rows(6, 24)
+    """Three epochs have three steps of two rows each; the run is resumed after the fourth step."""
+    data = make_rows(6, 24)
     options = {
         "per_device_train_batch_size": 2 // processes,
         "num_train_epochs": 3,
@@ -87,8 +86,10 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
         "save_steps": 4,
     }
 
-    def order(**resumed: str) -> list[int]:
-        fit = trainer(tmp_path / "run", data, None, "draft_model", seed=8, data_seed=5, **options)
+    def record_order(**resumed: str) -> list[int]:
+        fit = build_trainer(
+            tmp_path / "run", data, None, "draft_model", seed=8, data_seed=5, **options
+        )
         seen: list[int] = []
         fit.objective.register_forward_pre_hook(
             lambda _, __, batch: seen.extend(
@@ -100,7 +101,10 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
         return seen
 
     def train(rank: int) -> None:
-        seen = order(), order(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+        seen = (
+            record_order(),
+            record_order(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4")),
+        )
         (tmp_path / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
 
     for process in run_processes(tmp_path, train, *range(processes)):
@@ -116,13 +120,14 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
 
 
 def test_intervals_that_are_shares_of_a_run_stay_when_it_is_resumed(tmp_path: Path) -> None:
-    """Twelve steps, saved after each quarter. Resumed at half, then trained twice as long."""
+    """A run of twelve steps saves after each quarter, resumes at half, and then is extended to
+    twice its length."""
     shares = {"save_strategy": "steps", "save_steps": 0.25, "warmup_steps": 0.25}
 
-    def fit(num_epochs: int, **resumed: str) -> dict[int, bytes]:
-        run = trainer(
+    def train_and_read_weights(num_epochs: int, **resumed: str) -> dict[int, bytes]:
+        run = build_trainer(
             tmp_path / "run",
-            rows(6, 24),
+            make_rows(6, 24),
             num_train_epochs=num_epochs,
             per_device_train_batch_size=2,
             **shares,
@@ -131,21 +136,23 @@ def test_intervals_that_are_shares_of_a_run_stay_when_it_is_resumed(tmp_path: Pa
         paths = (tmp_path / "run").glob("checkpoint-*/model.safetensors")
         return {int(path.parent.name.partition("-")[2]): path.read_bytes() for path in paths}
 
-    whole = fit(4)
+    whole = train_and_read_weights(4)
     assert sorted(whole) == [3, 6, 9, 12]
     for step in (9, 12):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
     half = str(tmp_path / "run" / "checkpoint-6")
     with CaptureLogger(logging.get_logger("transformers.trainer_utils")) as warnings:
-        assert fit(4, resume_from_checkpoint=half) == whole
+        assert train_and_read_weights(4, resume_from_checkpoint=half) == whole
     assert "do not match" not in warnings.out
-    longer = fit(8, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-12"))
+    longer = train_and_read_weights(
+        8, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-12")
+    )
     assert sorted(longer) == [3, 6, 9, 12, 18, 24]
 
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM to this process in the fifth step that it takes."""
+    """Send SIGTERM to this process in the fifth step that it takes."""
     steps, training_step = itertools.count(1), ResumableTrainer.training_step
 
     def interrupt(self: ResumableTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -158,7 +165,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interrupted")
 def test_a_signal_saves_and_the_same_command_resumes_to_the_same_draft(
-    keys: list[str], whole: Path, tmp_path: Path
+    keys: list[str], whole_run: Path, tmp_path: Path
 ) -> None:
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
     stopped = specdistill("train", *command)
@@ -167,7 +174,9 @@ def test_a_signal_saves_and_the_same_command_resumes_to_the_same_draft(
     assert not (tmp_path / "run" / "draft").exists()
     resumed = specdistill("train", *command)
     assert resumed.returncode == 0
-    assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
+    assert read_weights(tmp_path / "run") == read_weights(whole_run) and read_last_checkpoint(
+        tmp_path / "run"
+    ) == read_last_checkpoint(whole_run)
     history = read_history(tmp_path / "run" / "draft", key="drafts")
     assert history is not None and history.seconds is not None
     assert "Resuming after step 6 of 12, from" in resumed.stderr
@@ -176,11 +185,13 @@ def test_a_signal_saves_and_the_same_command_resumes_to_the_same_draft(
 
 
 @pytest.mark.long  # trains further, and writes two drafts
-def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_trained_further(
+    keys: list[str], whole_run: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole, run)
+    shutil.copytree(whole_run, run)
     recipe = run / "run" / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(whole), str(run)))
+    recipe.write_text(recipe.read_text().replace(str(whole_run), str(run)))
     finished = read_history(run / "draft", key="drafts")
     (run / "draft-12").mkdir()
     (run / "draft-12" / "theirs.txt").write_text("kept")
@@ -188,7 +199,7 @@ def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_pat
     assert longer.returncode == 0 and f"Training in {run} continues from step 12" in longer.stderr
     assert f"The draft of step 2 of 16 is in {run / 'draft'}, acceptance length" in longer.stdout
     assert f"specdistill eval recipe={recipe}" in longer.stdout
-    assert (run / "draft-12-2" / "model.safetensors").read_bytes() == weights(whole) and (
+    assert (run / "draft-12-2" / "model.safetensors").read_bytes() == read_weights(whole_run) and (
         run / "checkpoint-16"
     ).is_dir()
     assert [path.name for path in (run / "draft-12").iterdir()] == ["theirs.txt"]
@@ -206,28 +217,30 @@ def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_pat
 
 @pytest.mark.long  # trains three times
 @pytest.mark.usefixtures("interrupted")
-def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(
+def test_generation_and_dropout_of_a_draft_are_the_same_after_a_signal(
     keys: list[str], tmp_path: Path
 ) -> None:
-    """On-policy batches and LoRA's dropout, stopped between two checkpoints."""
+    """A run with on-policy batches and LoRA's dropout is stopped between two checkpoints."""
     files = [key for key in keys if key.startswith(("target", "data", "train"))]
-    own = [
+    method_keys = [
         "method=draft_model",
         "draft.lora={rank: 4, dropout: 0.3}",
         "on_policy={fraction: 0.5, prompt_tokens: 8, num_tokens: 8}",
     ]
-    command = [*files, *own, "train.save_steps=100", "train.eval_steps=100"]
+    command = [*files, *method_keys, "train.save_steps=100", "train.eval_steps=100"]
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert train(*command, f"train.output_dir={run}") == 143
     assert train(*command, f"train.output_dir={run}") == 0
     assert train(*command, f"train.output_dir={whole}") == 0
-    assert weights(run) == weights(whole)
+    assert read_weights(run) == read_weights(whole)
 
 
 @pytest.mark.long  # trains for three seconds
-def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path) -> None:
-    """Evaluated at every second step and saved at every sixth. The best here is the first, the one
-    with the greatest loss."""
+def test_the_best_checkpoint_is_saved_between_two_regular_saves(
+    keys: list[str], tmp_path: Path
+) -> None:
+    """The run evaluates at every second step and saves at every sixth. The best evaluation here is
+    the first, which has the greatest loss."""
     rare = [
         "train.save_steps=6",
         "train.save_total_limit=1",
@@ -238,23 +251,23 @@ def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path) -
     history = json.loads((tmp_path / "run" / "run" / "history.json").read_text())
     losses = {entry["step"]: entry["eval_loss"] for entry in history["log"] if "eval_loss" in entry}
     assert history["best_step"] == (best := max(losses, key=lambda step: losses[step])) == 2
-    assert weights(tmp_path / "run") == weights(tmp_path / "run" / f"checkpoint-{best}")
+    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "run" / f"checkpoint-{best}")
 
 
-def test_a_run_that_only_lost_its_end_takes_no_further_step(
-    keys: list[str], whole: Path, tmp_path: Path
+def test_a_run_that_only_lost_its_draft_takes_no_further_step(
+    keys: list[str], whole_run: Path, tmp_path: Path
 ) -> None:
-    copy_without_draft(whole, tmp_path / "run")
+    copy_without_draft(whole_run, tmp_path / "run")
     assert train(*keys, f"train.output_dir={tmp_path / 'run'}") == 0
-    assert weights(tmp_path / "run") == weights(whole)
+    assert read_weights(tmp_path / "run") == read_weights(whole_run)
     assert json.loads((tmp_path / "run" / "run" / "history.json").read_text())["steps"] == 12
 
 
 @pytest.mark.long  # trains twice, for four seconds
-def test_a_full_disk_is_one_line_and_the_run_resumes_when_there_is_room(
-    keys: list[str], whole: Path, tmp_path: Path
+def test_a_full_disk_ends_in_one_line_and_the_run_resumes_when_there_is_room(
+    keys: list[str], whole_run: Path, tmp_path: Path
 ) -> None:
-    """A limit on the size of a file fails as a full disk does, in the middle of one."""
+    """A limit on the size of a file fails as a full disk does, in the middle of a file."""
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -266,19 +279,19 @@ def test_a_full_disk_is_one_line_and_the_run_resumes_when_there_is_room(
     assert full.returncode == 3
     assert error.startswith(f"error: {tmp_path / 'run' / 'checkpoint-2'} ")
     assert train(*command) == 0
-    assert weights(tmp_path / "run") == weights(whole)
+    assert read_weights(tmp_path / "run") == read_weights(whole_run)
 
 
 def test_another_target_or_other_rows_under_the_same_recipe_are_refused(
-    keys: list[str], whole: Path, tmp_path: Path
+    keys: list[str], whole_run: Path, tmp_path: Path
 ) -> None:
     folder = Path(keys[0].removeprefix("target.model=")).parent
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    copy_without_draft(whole, tmp_path / "run")
+    copy_without_draft(whole_run, tmp_path / "run")
     recipe = tmp_path / "run" / "run" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(folder), str(tmp_path)))
-    own = [key.replace(str(folder), str(tmp_path)) for key in keys]
-    command = [*own, f"train.output_dir={tmp_path / 'run'}"]
+    copied_keys = [key.replace(str(folder), str(tmp_path)) for key in keys]
+    command = [*copied_keys, f"train.output_dir={tmp_path / 'run'}"]
 
     def check_refused(fact: str) -> None:
         refused = specdistill("train", *command)
@@ -300,9 +313,9 @@ def test_another_target_or_other_rows_under_the_same_recipe_are_refused(
 def test_two_processes_stop_together_and_one_resumes(
     keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal reaches the second alone. One process that accumulates twice then takes the same
-    steps, but for rounding."""
-    # Plain gradient steps: Muon and Adam make much of rounding.
+    """A signal reaches only the second process. Then one process that accumulates two batches takes
+    the same steps, except for rounding."""
+    # Plain gradient steps, since Muon and Adam amplify rounding.
     sgd = [
         "optimizer=adamw",
         "train.optim=sgd",

@@ -24,19 +24,19 @@ from specdistill.workflows.make_data import open_rows
 from tests.launches import tiny_files
 from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
-from tests.training.small_runs import rows, trainer
+from tests.training.small_runs import build_trainer, make_rows
 
 
-def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes just after the first is its launcher's: the same Ctrl-C."""
-    seconds, ended = iter((0.0, 0.5, 2.0)), []
+def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal just after the first one comes from the launcher, for the same Ctrl-C."""
+    seconds, exit_codes = iter((0.0, 0.5, 2.0)), []
     monkeypatch.setattr(resumable.time, "monotonic", lambda: next(seconds))
-    monkeypatch.setattr(resumable.os, "_exit", ended.append)
+    monkeypatch.setattr(resumable.os, "_exit", exit_codes.append)
     stopping, handler = Stopping(None), signal.getsignal(signal.SIGINT)
     with stopping.handle_signals():
         for codes in ([], [], [130]):
             signal.raise_signal(signal.SIGINT)
-            assert stopping.asked and ended == codes
+            assert stopping.asked and exit_codes == codes
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -59,9 +59,9 @@ def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
     target = RowTarget.from_target(FrozenTarget.load(str(tmp_path / "model")))
-    train_set, _ = open_rows(Job(recipe.data, target, recipe.measured_on))  # it is there
+    train_set, _ = open_rows(Job(recipe.data, target, recipe.measured_on))  # made by the training
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
-    assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
+    assert len(holds) == 4 and sum(holds) == 1  # the rows of a micro-batch
     (error,) = re.findall("^error: .*", ended.stderr, re.MULTILINE)
     assert f"step {found['step']} " in error and f" {found['rows'][0]}, " in error
     later = [
@@ -82,12 +82,12 @@ def spoil(fit: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("used", ["save_strategy", "eval_strategy"])
-def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(
+def test_an_epoch_that_ends_with_weights_that_are_not_finite_saves_and_evaluates_nothing(
     tmp_path: Path, used: str
 ) -> None:
-    fit = trainer(
+    fit = build_trainer(
         tmp_path,
-        rows(4, 24),
+        make_rows(4, 24),
         num_train_epochs=2,
         per_device_train_batch_size=1,
         logging_strategy="no",
@@ -102,10 +102,10 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(
 
 
 def test_the_rows_of_a_later_epoch_are_named(tmp_path: Path) -> None:
-    """The second step of the second epoch."""
-    fit = trainer(
+    """The loss is not finite in the second step of the second epoch."""
+    fit = build_trainer(
         tmp_path,
-        rows(4, 24),
+        make_rows(4, 24),
         num_train_epochs=2,
         per_device_train_batch_size=1,
         logging_strategy="no",
@@ -122,36 +122,36 @@ def test_the_rows_of_a_later_epoch_are_named(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
+def test_the_losses_of_a_step_are_checked_after_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    own: Any = SimpleNamespace(
+    fit: Any = SimpleNamespace(
         micro_batch_losses=[],
         accelerator=SimpleNamespace(reduce=lambda found, _: found),
         get_train_dataloader=lambda: iter(()),
     )
-    watch, control, state = Stopping(own), TrainerControl(), TrainerState()
+    watch, control, state = Stopping(fit), TrainerControl(), TrainerState()
     arguments: Any = SimpleNamespace(
         world_size=1, should_save=True, output_dir=tmp_path, gradient_accumulation_steps=1
     )
-    own.micro_batch_losses, state.global_step = [torch.tensor(float("nan"))], 1
+    fit.micro_batch_losses, state.global_step = [torch.tensor(float("nan"))], 1
     watch.on_step_end(arguments, state, control)
-    own.micro_batch_losses, state.global_step = [torch.tensor(1.0)], 2
+    fit.micro_batch_losses, state.global_step = [torch.tensor(1.0)], 2
     with pytest.raises(ResourceError, match="step 1 "):
         watch.on_step_end(arguments, state, control)
 
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bool) -> None:
-    """One that left without a word would have its launcher end the one that speaks."""
+    """If one process ended silently, the launcher would end the one that reports the loss."""
     arguments: Any = SimpleNamespace(
         world_size=2, should_save=writes, output_dir=tmp_path, gradient_accumulation_steps=1
     )
-    own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())))
+    stopping = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())))
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]), None)
     if writes:
         with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):
-            own._stop_if_not_finite(step, arguments)  # there is no folder
+            stopping._stop_if_not_finite(step, arguments)  # there is no folder to write to
         (tmp_path / "run").mkdir()
     with pytest.raises(ResourceError, match="step 4 "):
-        own._stop_if_not_finite(step, arguments)
+        stopping._stop_if_not_finite(step, arguments)
     assert (tmp_path / "run" / "loss_not_finite.json").exists() == writes

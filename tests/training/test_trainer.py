@@ -19,10 +19,16 @@ from specdistill.recipe.load import load_recipe
 from tests.heads import HEADS
 from tests.processes import needs_gradients_in_forks, run_processes
 from tests.refusals import refused
-from tests.training.small_runs import gradient_of, gradient_of_one_step, rows, tiny_target, trainer
+from tests.training.small_runs import (
+    build_tiny_target,
+    build_trainer,
+    make_rows,
+    record_first_gradients,
+    record_gradients,
+)
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys() and one
     for name in one:
         scale = float(one[name].abs().max())
@@ -30,35 +36,35 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def test_the_gradient_does_not_depend_on_accumulation(tmp_path: Path) -> None:
-    whole = gradient_of_one_step(tmp_path / "whole", 4, 1)
-    assert_same(whole, gradient_of_one_step(tmp_path / "quarters", 1, 4))
+    whole = record_first_gradients(tmp_path / "whole", 4, 1)
+    assert_same_gradients(whole, record_first_gradients(tmp_path / "quarters", 1, 4))
 
 
 @pytest.mark.long  # trains in three processes
 @pytest.mark.distributed
 @needs_gradients_in_forks
 def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
-    whole = gradient_of_one_step(tmp_path / "whole", 4, 1)
+    whole = record_first_gradients(tmp_path / "whole", 4, 1)
 
-    def in_one_of_two(rank: int) -> None:
-        torch.save(gradient_of_one_step(tmp_path / "two", 2, 1), tmp_path / f"{rank}.pt")
+    def save_gradients(rank: int) -> None:
+        torch.save(record_first_gradients(tmp_path / "two", 2, 1), tmp_path / f"{rank}.pt")
 
-    for rank, process in enumerate(run_processes(tmp_path, in_one_of_two, 0, 1)):
+    for rank, process in enumerate(run_processes(tmp_path, save_gradients, 0, 1)):
         assert process.code == 0, process.err
-        assert_same(whole, torch.load(tmp_path / f"{rank}.pt"))
+        assert_same_gradients(whole, torch.load(tmp_path / f"{rank}.pt"))
 
 
-def logged_training(
+def train_and_log(
     folder: Path, micro_batch: int, accumulation: int, logging_steps: int
 ) -> list[dict[str, float]]:
-    """The log of three steps of four rows each, over six rows whose losses differ."""
+    """Return the log of three steps of four rows each, over six rows whose losses differ."""
     batches = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulation,
     }
-    fit = trainer(
+    fit = build_trainer(
         folder,
-        rows(6, 24),
+        make_rows(6, 24),
         None,
         "draft_model",
         max_steps=3,
@@ -72,21 +78,21 @@ def logged_training(
 
 @pytest.mark.distributed
 @needs_gradients_in_forks
-def test_the_figures_of_a_runs_end_are_of_all_processes(tmp_path: Path) -> None:
-    """The loss of a training is the mean of its steps', whoever logs them, and an epoch ends when
-    its rows have been read."""
+def test_the_final_figures_of_a_run_cover_all_processes(tmp_path: Path) -> None:
+    """The loss of a training is the mean of all its steps, however often losses are logged, and
+    the epoch counts the rows of all processes."""
 
-    def in_one_of_two(rank: int) -> None:
-        torch.save(logged_training(tmp_path / "two", 2, 1, 100), tmp_path / f"{rank}.pt")
+    def save_log(rank: int) -> None:
+        torch.save(train_and_log(tmp_path / "two", 2, 1, 100), tmp_path / f"{rank}.pt")
 
-    *steps, end = logged_training(tmp_path / "one", 4, 1, 1)
+    *steps, end = train_and_log(tmp_path / "one", 4, 1, 1)
     losses = [entry["loss"] for entry in steps]
     assert len(losses) == 3 and max(losses) - min(losses) > 0.01
     others = [
-        logged_training(tmp_path / "accumulated", 2, 2, logging_steps)[-1]
+        train_and_log(tmp_path / "accumulated", 2, 2, logging_steps)[-1]
         for logging_steps in (2, 100)
     ]
-    for rank, process in enumerate(run_processes(tmp_path, in_one_of_two, 0, 1)):
+    for rank, process in enumerate(run_processes(tmp_path, save_log, 0, 1)):
         assert process.code == 0, process.err
         others.append(torch.load(tmp_path / f"{rank}.pt")[-1])
     for entry in (end, *others):
@@ -94,10 +100,10 @@ def test_the_figures_of_a_runs_end_are_of_all_processes(tmp_path: Path) -> None:
         assert entry["epoch"] == 1.5
 
 
-def test_the_memory_is_of_the_process_that_needs_most(
+def test_the_logged_memory_is_that_of_the_largest_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit = trainer(tmp_path, rows(4, 24))
+    fit = build_trainer(tmp_path, make_rows(4, 24))
     monkeypatch.setattr(
         fit.accelerator, "gather", lambda own: torch.cat([own, torch.tensor([2**40])])
     )
@@ -105,9 +111,9 @@ def test_the_memory_is_of_the_process_that_needs_most(
     assert fit.state.log_history[-1]["peak_memory_gib"] == 2**10
 
 
-def short(count: int, answer: int) -> Dataset:
-    """Rows that end with an answer of so many tokens."""
-    data = rows(count, 24)
+def make_rows_with_answers(count: int, answer: int) -> Dataset:
+    """Return rows that end with an answer of this many tokens."""
+    data = make_rows(count, 24)
     mask = [0] * (24 - answer) + [1] * answer
     return data.remove_columns("loss_mask").add_column("loss_mask", [mask] * count)
 
@@ -116,7 +122,7 @@ def short(count: int, answer: int) -> Dataset:
 def test_the_best_draft_is_kept_where_no_answer_reaches_all_positions(
     tmp_path: Path, method: str
 ) -> None:
-    """Answers have two tokens, and drafts four."""
+    """Answers have two tokens, and drafts have four."""
     best = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "acceptance_length_sampled",
@@ -129,7 +135,7 @@ def test_the_best_draft_is_kept_where_no_answer_reaches_all_positions(
         "save_strategy": "steps",
         "save_steps": 1,
     }
-    fit = trainer(tmp_path, short(4, 2), method=method, **times, **best)
+    fit = build_trainer(tmp_path, make_rows_with_answers(4, 2), method=method, **times, **best)
     fit.train()
     lengths = {
         entry["step"]: entry
@@ -156,19 +162,19 @@ def test_the_best_draft_is_kept_where_no_answer_reaches_all_positions(
 def test_a_metric_that_the_held_out_rows_do_not_measure_is_refused(tmp_path: Path) -> None:
     """A token has to be the sixth of its document to be predicted at the fourth position."""
     data = (
-        rows(2, 24)
+        make_rows(2, 24)
         .remove_columns("loss_mask")
         .add_column("loss_mask", [[0, 0, 1, 1, 1, *[0] * 19]] * 2)
     )
     keys = {"eval_strategy": "steps", "metric_for_best_model": "acceptance_4"}
-    fit = trainer(tmp_path, data, **keys)
+    fit = build_trainer(tmp_path, data, **keys)
     with refused("train.metric_for_best_model", "acceptance_4"):
         fit.evaluate()
 
 
 def test_figures_that_are_no_numbers_are_not_logged(tmp_path: Path) -> None:
-    """Of a gradient that overflows, as the first ones do in 16 bits."""
-    fit = trainer(tmp_path, rows(4, 24))
+    """The first gradients overflow in 16 bits, and have no finite norm."""
+    fit = build_trainer(tmp_path, make_rows(4, 24))
     fit.log({"loss": 1.0, "grad_norm": float("nan"), "learning_rate": float("inf")})
     assert {"loss"} == fit.state.log_history[-1].keys() & {"loss", "grad_norm", "learning_rate"}
 
@@ -187,12 +193,12 @@ def test_figures_that_are_no_numbers_are_not_logged(tmp_path: Path) -> None:
 def test_recomputed_activations_take_less_memory_and_change_no_gradient(
     tmp_path: Path, method: str
 ) -> None:
-    """Counts what autograd keeps for backward, in bytes."""
+    """The memory is the number of bytes that autograd keeps for backward."""
     kept, gradients = [], []
     for recompute in (False, True):
-        fit = trainer(
+        fit = build_trainer(
             tmp_path,
-            rows(4, 24),
+            make_rows(4, 24),
             method=method,
             max_steps=1,
             max_grad_norm=0.0,
@@ -205,7 +211,7 @@ def test_recomputed_activations_take_less_memory_and_change_no_gradient(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            gradients.append(gradient_of(fit))
+            gradients.append(record_gradients(fit))
         kept.append(sum(sizes.values()))
     assert kept[1] < 0.9 * kept[0]
     assert gradients[0].keys() == gradients[1].keys()
@@ -224,16 +230,16 @@ def test_a_recipe_knows_the_metrics_that_an_evaluation_has(
     )
     measured = {
         name.removeprefix("eval_")
-        for name in trainer(tmp_path, rows(2, 24), method=method).evaluate()
+        for name in build_trainer(tmp_path, make_rows(2, 24), method=method).evaluate()
     }
     assert isinstance(recipe, TrainedRecipe) and {*recipe.metrics()} - {DECODED_METRIC} == {
         name for name in measured if name.startswith(("loss", "accuracy", "acceptance"))
     }
 
 
-def test_what_the_trainer_refuses_is_the_recipes(tmp_path: Path) -> None:
+def test_an_argument_that_the_trainer_refuses_is_an_error_of_the_recipe(tmp_path: Path) -> None:
     with refused("train"):
-        trainer(tmp_path, rows(2, 24), batch_eval_metrics=True)
+        build_trainer(tmp_path, make_rows(2, 24), batch_eval_metrics=True)
 
 
 # To learn 24 tokens by heart. AdamW, whose steps take half the time of Muon's on a CPU.
@@ -251,9 +257,9 @@ STEPS = {"eagle": 70, "eagle3": 120, "mtp": 80, "draft_model": 50}
     ],
 )
 def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: str) -> None:
-    """Proof of the shifts: overfit one text the target wrote, then decode it; acceptance length >=
-    0.9 (K + 1)."""
-    target = tiny_target()
+    """A draft that overfits one text of the target reaches an acceptance length of 0.9 (K + 1) on
+    it, which proves that the shifts are right."""
+    target = build_tiny_target()
     prompt = [5, 9, 20, 31]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
     sample = Dataset.from_list(
@@ -266,7 +272,7 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
             }
         ]
     )
-    fit = trainer(
+    fit = build_trainer(
         tmp_path, sample, target, method, max_steps=STEPS[method], lr_scheduler_type="linear"
     )
     draft = fit.objective.draft
@@ -279,11 +285,11 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
     assert 1 + sum(r.num_accepted for r in whole) / len(whole) >= 0.9 * 5
 
 
-def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
-    """Of a draft model, from both models' logits: the KL divergence and what is accepted at each
-    loss token, and of four in a row."""
-    target, data = tiny_target(), rows(3, 24)
-    fit = trainer(tmp_path, data, target, "draft_model", per_device_eval_batch_size=2)
+def test_evaluation_metrics_equal_their_formulas(tmp_path: Path) -> None:
+    """The formulas compute the KL divergence and the acceptance at each loss token, and over four
+    tokens in a row, from the logits of the target and a draft model."""
+    target, data = build_tiny_target(), make_rows(3, 24)
+    fit = build_trainer(tmp_path, data, target, "draft_model", per_device_eval_batch_size=2)
     metrics = fit.evaluate()
     ids_BT, has_loss_BT = (
         torch.tensor(data["input_ids"]),
@@ -319,24 +325,24 @@ def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
 
 
 def test_generated_batches_are_numbered_over_steps_and_processes(tmp_path: Path) -> None:
-    """The second of two processes, in the fourth step of two micro-batches each."""
-    fit, numbers = trainer(tmp_path, rows(4, 24)), []
+    """The process is the second of two, in the fourth step of two micro-batches each."""
+    fit, numbers = build_trainer(tmp_path, make_rows(4, 24)), []
     fit.objective.prepare = lambda batch, number: (numbers.append(number), batch)[1]
     fit.args = SimpleNamespace(world_size=2, process_index=1)  # type: ignore[assignment]
     fit.state.global_step = 3
-    batch = collate([rows(4, 24)[0]])
+    batch = collate([make_rows(4, 24)[0]])
     fit.get_batch_samples(iter([batch, batch]), 2, torch.device("cpu"))
     assert numbers == [13, 15]
 
 
-def test_a_full_disk_is_one_line_also_where_a_draft_is_written_to_be_measured(
+def test_a_full_disk_ends_in_one_line_where_a_draft_is_written_to_be_measured(
     tmp_path: Path,
 ) -> None:
-    fit = trainer(tmp_path, rows(3, 24))
+    fit = build_trainer(tmp_path, make_rows(3, 24))
 
-    def full(*_: Any) -> None:
+    def fail_to_write(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    fit.save, fit.decode = full, lambda folder: 2.0
+    fit.save, fit.decode = fail_to_write, lambda folder: 2.0
     with pytest.raises(ResourceError, match="measured"):
         fit.evaluate()

@@ -21,46 +21,52 @@ ONE_PASS = threading.Lock()  # servers may share a target, whose hooks serve one
 
 
 @contextmanager
-def running(
+def serve_hidden_states(
     target: FrozenTarget,
     layers: Sequence[int],
     folder: Path | None,
     *,
     dtype: Any = None,
-    of_output: bool = True,
+    includes_output: bool = True,
 ) -> Iterator[str]:
-    """Its address. folder: where hidden states go; None: a server without the connector. dtype:
-    that it computes in. of_output: whether it gives those of what it generates, where it is asked
-    to.
+    """Run a server of hidden states and yield its address.
+
+    Args:
+        target: the target that computes the hidden states.
+        layers: the layers whose hidden states are written.
+        folder: the folder to write hidden states to; None is a server without the connector.
+        dtype: the dtype of the hidden states.
+        includes_output: whether generated tokens have hidden states, too, if a request asks for
+            them.
     """
     numbers = itertools.count()
 
-    def written(body: dict[str, Any]) -> dict[str, Any]:
+    def write_states(body: dict[str, Any]) -> dict[str, Any]:
         is_asked = body.get("kv_transfer_params") == {"include_output_tokens": True}
         assert body["model"] == "served" and (is_asked or body["max_tokens"] == 1)
         if folder is None:
             return {}
         ids = body["prompt"]
-        if is_asked and of_output:
+        if is_asked and includes_output:
             answer, _ = completion(ids, body["seed"], body["temperature"], Behaviour().text)
             ids = [*ids, *answer[: body["max_tokens"]]][:-1]
         with ONE_PASS:
             aux = target.features(torch.tensor([ids]), layers).aux
         hidden = torch.stack([feature[0] for feature in aux], dim=1)
         path = folder / f"cmpl-{next(numbers)}.safetensors"
-        held = path.with_name(f"{path.name}.lock").open("w")
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock = path.with_name(f"{path.name}.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
-        def later() -> None:
+        def save_later() -> None:
             time.sleep(0.02)
             save_file(
                 {"hidden_states": hidden.to(dtype or hidden.dtype), "token_ids": torch.tensor(ids)},
                 path,
             )
-            held.close()
+            lock.close()
 
-        threading.Thread(target=later).start()
+        threading.Thread(target=save_later).start()
         return {"kv_transfer_params": {"hidden_states_path": str(path)}}
 
-    with openai_server.running(Behaviour(models=("served",), more=written)) as server:
+    with openai_server.running(Behaviour(models=("served",), more=write_states)) as server:
         yield server.address

@@ -14,20 +14,24 @@ from typing import Any
 from tests.tiny import tiny_tokenizer
 
 END = 3  # <|end|>
-CUT, STALL = "cut", "stall"  # in place of a status
+CUT, STALL = "cut", "stall"  # faults that are no status
 
 
 @dataclass
 class Behaviour:
-    """fault: (number of the request, its body) -> a status, CUT or STALL in place of an answer;
-    None: answer. more: what an answer has besides its choice.
+    """How the server answers.
+
+    Attributes:
+        fault: called with the number and the body of a request. Returns a status, CUT or STALL to
+            send in place of an answer, or None to answer.
+        more: called with the body of a request. Returns what an answer has besides its choice.
     """
 
     seconds: float = 0.0
     fault: Callable[[int, dict[str, Any]], int | str | None] = lambda number, body: None
     returns_tokens: bool = True
     models: tuple[str, ...] = ("tiny",)
-    headers: dict[str, str] = field(default_factory=dict)  # of faults
+    headers: dict[str, str] = field(default_factory=dict)  # sent with a fault
     text: Callable[[str], str] = lambda digest: f"answer {digest}"
     more: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
 
@@ -36,8 +40,8 @@ def completion(
     prompt: list[int], seed: int, temperature: float, text: Callable[[str], str]
 ) -> tuple[list[int], str]:
     digest = hashlib.sha256(repr((prompt, seed if temperature else 0)).encode()).hexdigest()[:8]
-    said = text(digest)
-    return [*tiny_tokenizer()(said)["input_ids"], END], said
+    answer = text(digest)
+    return [*tiny_tokenizer()(answer)["input_ids"], END], answer
 
 
 class OpenAIServer(ThreadingHTTPServer):
@@ -46,7 +50,7 @@ class OpenAIServer(ThreadingHTTPServer):
     def __init__(self, behaviour: Behaviour) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.behaviour, self.lock, self.num_requests = behaviour, threading.Lock(), 0
-        self.authorization: str | None = None  # of the last question
+        self.authorization: str | None = None  # the header of the last request
         self.address = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -102,9 +106,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running(behaviour: Behaviour | None = None) -> Iterator[OpenAIServer]:
-    with OpenAIServer(behaviour or Behaviour()) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+    """Run a server in a thread of this process, and yield it."""
+    with OpenAIServer(behaviour or Behaviour()) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield made
+            yield server
         finally:
-            made.shutdown()
+            server.shutdown()

@@ -24,8 +24,8 @@ def row_target(
     return RowTarget("tiny", weights, tiny_tokenizer(template), (0, 3), model)
 
 
-def generator(**shape: int) -> RowTarget:
-    """A target that generates."""
+def build_generating_target(**shape: int) -> RowTarget:
+    """Return a tiny random target whose model generates."""
     return row_target(tiny_target_model(**{"num_layers": 1, **shape}))
 
 
@@ -46,48 +46,49 @@ def replace(config: Any, **changes: Any) -> Any:
 
 
 def opened(config: DataConfig, target: RowTarget | None = None) -> tuple[Dataset, Dataset]:
+    """Return the training and the validation rows of a configuration, made if they are missing."""
     return open_rows(Job(config, target or row_target()))
 
 
-def manifest_of(config: DataConfig, target: RowTarget | None = None) -> Manifest:
+def read_manifest(config: DataConfig, target: RowTarget | None = None) -> Manifest:
     return read_rows(Job(config, target or row_target()).folder)[2]
 
 
-def numbered(count: int) -> list[dict[str, str]]:
+def make_numbered_rows(count: int) -> list[dict[str, str]]:
     return [{"text": f"text number {number:03d}"} for number in range(count)]
 
 
-def chat(*said: str | None) -> dict[str, Any]:
-    """Turns of user and assistant, in turn; None: yet to be generated."""
+def chat(*texts: str | None) -> dict[str, Any]:
+    """Return alternating turns of user and assistant; None is an answer yet to be generated."""
     return {
         "messages": [
             {"role": ("user", "assistant")[turn % 2], "content": content}
-            for turn, content in enumerate(said)
+            for turn, content in enumerate(texts)
         ]
     }
 
 
-def texts_in(rows: Dataset) -> list[str]:
-    """The documents of packed rows, decoded."""
-    tokenizer, batch, found = tiny_tokenizer(), collate(list(rows)), []
+def decode_texts(rows: Dataset) -> list[str]:
+    """Return the documents of packed rows as texts."""
+    tokenizer, batch, texts = tiny_tokenizer(), collate(list(rows)), []
     for ids, numbers in zip(batch["input_ids"], batch["document_ids"], strict=True):
         for number in numbers[numbers >= 0].unique().tolist():
-            found.append(tokenizer.decode(ids[numbers == number]).removesuffix("<|endoftext|>"))
-    return found
+            texts.append(tokenizer.decode(ids[numbers == number]).removesuffix("<|endoftext|>"))
+    return texts
 
 
 class KilledError(Exception):
     pass
 
 
-def killed(work: Callable[[], object], after: int, *, torn: bool = False) -> None:
-    """A process that dies after this number of answers; half of the next one is written where it is
-    torn."""
-    add, left = AnswerFile.add, [after]
+def run_until_killed(work: Callable[[], object], after: int, *, torn: bool = False) -> None:
+    """Run `work` until it is killed after this number of answers; with `torn`, it has written a
+    part of the next one."""
+    add, num_left = AnswerFile.add, [after]
 
-    def dying(self: AnswerFile, answers: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+    def add_until_killed(self: AnswerFile, answers: Any) -> None:
+        num_left[0] -= 1
+        if num_left[0] < 0:
             if torn:
                 add(self, answers)
                 self._file.truncate(self._file.tell() - 9)
@@ -95,11 +96,11 @@ def killed(work: Callable[[], object], after: int, *, torn: bool = False) -> Non
         add(self, answers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AnswerFile, "add", dying)
+        patch.setattr(AnswerFile, "add", add_until_killed)
         with pytest.raises(KilledError):
             work()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a row set."""
+    """Return the bytes of the files of a row set by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

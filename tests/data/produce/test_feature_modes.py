@@ -1,5 +1,5 @@
-"""Training from a store: the losses of training online, step for step, in every method that reads
-features, and the target is not asked."""
+"""Training from a store has the losses of training online at every step, in every method that
+reads features, without a pass of the target."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,26 +21,26 @@ from specdistill.recipe.sections import (
     OnlineStates,
 )
 from specdistill.targets.frozen import FrozenTarget
-from tests.data.rows.stores import filled, origin, packed
+from tests.data.rows.stores import fill_store, make_origin, make_packed_rows
 from tests.heads import HEADS
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer, write_inputs
-from tests.training.small_runs import trainer
+from tests.training.small_runs import build_trainer
 
-ROWS = packed(8)
+ROWS = make_packed_rows(8)
 AUX_LAYERS = (1, 2, 3)
 
 
-def target_of(dtype: torch.dtype) -> FrozenTarget:
+def build_target(dtype: torch.dtype) -> FrozenTarget:
     model = tiny_target_model().to(dtype)
     model.generation_config.eos_token_id = []
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
-def history(
+def record_history(
     folder: Path, target: FrozenTarget, method: str, store: FeatureStore | None, **train: Any
 ) -> list[float]:
-    """Losses and norms of gradients of four steps, and the losses of the evaluations between
+    """Return the losses and gradient norms of four steps, and the losses of the evaluations between
     them."""
     batches = {
         "per_device_train_batch_size": 2,
@@ -48,7 +48,7 @@ def history(
         "gradient_accumulation_steps": 2,
     }
     often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    fit = trainer(
+    fit = build_trainer(
         folder, ROWS, target, method, learning_rate=1e-2, store=store, **batches, **often, **train
     )
     fit.train()
@@ -56,7 +56,7 @@ def history(
     return [entry[name] for entry in fit.state.log_history for name in names if name in entry]
 
 
-def stored(
+def store_features(
     folder: Path,
     target: FrozenTarget,
     aux_layers: tuple[int, ...],
@@ -64,8 +64,10 @@ def stored(
     rows: Dataset = ROWS,
     autocast: Any = None,
 ) -> FeatureStore:
-    of = origin(dtype, hidden_size=target.hidden_size, aux_layers=aux_layers, computed=target.dtype)
-    return filled(folder, [rows], of, compute_by_target(target, aux_layers, autocast))
+    origin = make_origin(
+        dtype, hidden_size=target.hidden_size, aux_layers=aux_layers, computed=target.dtype
+    )
+    return fill_store(folder, [rows], origin, compute_by_target(target, aux_layers, autocast))
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -79,7 +81,7 @@ def train_online(tmp_path_factory: pytest.TempPathFactory) -> Online:
     @cache
     def train(method: str, dtype: torch.dtype, bf16: bool) -> list[float]:
         folder = tmp_path_factory.mktemp("online")
-        return history(folder, target_of(dtype), method, None, bf16=bf16)
+        return record_history(folder, build_target(dtype), method, None, bf16=bf16)
 
     return train
 
@@ -89,7 +91,7 @@ def train_online(tmp_path_factory: pytest.TempPathFactory) -> Online:
     [(FLOAT32, None, "float32"), (FLOAT32, BFLOAT16, "float32"), (BFLOAT16, BFLOAT16, "bfloat16")],
 )
 @pytest.mark.parametrize("method", HEADS)
-def test_losses_are_those_of_training_online(
+def test_losses_equal_those_of_training_online(
     tmp_path: Path,
     method: str,
     dtype: torch.dtype,
@@ -97,93 +99,104 @@ def test_losses_are_those_of_training_online(
     kept: str,
     train_online: Online,
 ) -> None:
-    target = target_of(dtype)
+    target = build_target(dtype)
     bf16 = autocast is not None
     expected = train_online(method, dtype, bf16)
-    aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
-    store = stored(tmp_path / "store", target, aux_layers, kept, autocast=autocast)
+    aux_layers = tuple(build_trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
+    store = store_features(tmp_path / "store", target, aux_layers, kept, autocast=autocast)
     passes: list[int] = []
     target.backbone.register_forward_pre_hook(lambda *_: passes.append(1))
-    assert history(tmp_path, target, method, store, bf16=bf16) == expected
+    assert record_history(tmp_path, target, method, store, bf16=bf16) == expected
     assert len(expected) == 10
-    # a fresh head asks whether the target's layers pass on what it reads
+    # A fresh EAGLE-3 head takes one pass, to check that the target's layers pass on what it reads.
     assert len(passes) == (method == "eagle3")
 
 
-def test_what_has_no_room_is_made_in_the_steps(tmp_path: Path, train_online: Online) -> None:
-    target = target_of(FLOAT32)
-    store = stored(tmp_path / "store", target, (), "float32", rows=ROWS.select(range(3)))
+def test_features_that_the_store_lacks_are_computed_in_the_steps(
+    tmp_path: Path, train_online: Online
+) -> None:
+    target = build_target(FLOAT32)
+    store = store_features(tmp_path / "store", target, (), "float32", rows=ROWS.select(range(3)))
     kept = [store.collate([row]) for row in ROWS]
     assert ["features" in batch for batch in kept] == [True] * 3 + [False] * 5
-    assert history(tmp_path, target, "eagle", store) == train_online("eagle", FLOAT32, False)
+    assert record_history(tmp_path, target, "eagle", store) == train_online("eagle", FLOAT32, False)
 
 
 @pytest.mark.parametrize("method", HEADS)
 def test_nothing_is_learned_from_the_last_token_of_a_document(
     tmp_path: Path, method: str, train_online: Online
 ) -> None:
-    """So its features may be 0, as they are where a server gave those that it had when it ended the
-    document."""
-    target = target_of(torch.float32)
-    aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
-    make, of = (
+    """Its features may therefore be 0, as they are where a server wrote the hidden states of a
+    document that it generated."""
+    target = build_target(torch.float32)
+    aux_layers = tuple(build_trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
+    make, origin = (
         compute_by_target(target, aux_layers, None),
-        origin(hidden_size=target.hidden_size, aux_layers=aux_layers),
+        make_origin(hidden_size=target.hidden_size, aux_layers=aux_layers),
     )
 
-    def without(rows: Any) -> list[torch.Tensor]:
-        made = make(rows)
-        for row, features in zip(rows, made, strict=True):
+    def make_without_last_tokens(rows: Any) -> list[torch.Tensor]:
+        features_of_rows = make(rows)
+        for row, features in zip(rows, features_of_rows, strict=True):
             features[:, Tokens.from_row(row).document_lengths.cumsum() - 1] = 0
-        return made
+        return features_of_rows
 
-    store = filled(tmp_path / "without", [ROWS], of, without)
-    assert history(tmp_path, target, method, store) == train_online(method, FLOAT32, False)
+    store = fill_store(tmp_path / "without", [ROWS], origin, make_without_last_tokens)
+    assert record_history(tmp_path, target, method, store) == train_online(method, FLOAT32, False)
 
 
-def test_processes_may_read_the_store(tmp_path: Path, train_online: Online) -> None:
-    target = target_of(FLOAT32)
-    store = stored(tmp_path / "store", target, (), "float32", rows=ROWS.select(range(3)))
-    losses = history(tmp_path, target, "eagle", store, dataloader_num_workers=2)
+def test_worker_processes_can_read_the_store(tmp_path: Path, train_online: Online) -> None:
+    target = build_target(FLOAT32)
+    store = store_features(tmp_path / "store", target, (), "float32", rows=ROWS.select(range(3)))
+    losses = record_history(tmp_path, target, "eagle", store, dataloader_num_workers=2)
     assert losses == train_online("eagle", FLOAT32, False)
 
 
-def test_a_float32_target_is_near_in_bfloat16(tmp_path: Path, train_online: Online) -> None:
-    target = target_of(FLOAT32)
+def test_bfloat16_features_of_a_float32_target_give_close_losses(
+    tmp_path: Path, train_online: Online
+) -> None:
+    target = build_target(FLOAT32)
     expected = torch.tensor(train_online("eagle3", FLOAT32, False)[::2])
-    assert trainer(tmp_path, ROWS, target).objective.draft.aux_layers == AUX_LAYERS
-    store = stored(tmp_path / "store", target, AUX_LAYERS, "bfloat16")
-    losses = torch.tensor(history(tmp_path, target, "eagle3", store)[::2])
+    assert build_trainer(tmp_path, ROWS, target).objective.draft.aux_layers == AUX_LAYERS
+    store = store_features(tmp_path / "store", target, AUX_LAYERS, "bfloat16")
+    losses = torch.tensor(record_history(tmp_path, target, "eagle3", store)[::2])
     assert 0 < float((losses / expected - 1).abs().max()) < 0.01
 
 
-def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_hidden_states_section_chooses_the_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     write_inputs(tmp_path)
     loaded = FrozenTarget.load(str(tmp_path / "model"))
 
     path = str(tmp_path / "store")
 
-    def store(
+    def open_store(
         config: HiddenStatesConfig, autocast: torch.dtype | None = None
     ) -> FeatureStore | None:
         return open_feature_store(
-            config, loaded, [1, 2], [ROWS, packed(2, seed=3)], autocast=autocast, batch_size=2
+            config,
+            loaded,
+            [1, 2],
+            [ROWS, make_packed_rows(2, seed=3)],
+            autocast=autocast,
+            batch_size=2,
         )
 
-    assert store(OnlineStates()) is None
+    assert open_store(OnlineStates()) is None
     with refused("hidden_states.path", holds="which holds no features"):
-        store(OfflineStates(path=path))
-    made = store(HybridStates(path=path))
-    assert made is not None and (made.num_rows, made.num_missing) == (10, 0)
+        open_store(OfflineStates(path=path))
+    filled = open_store(HybridStates(path=path))
+    assert filled is not None and (filled.num_rows, filled.num_missing) == (10, 0)
     assert "stored features of 10 of 10 rows" in caplog.text
-    assert made.origin.weights == loaded.identity.weights and made.origin.aux_layers == (1, 2)
+    assert filled.origin.weights == loaded.identity.weights and filled.origin.aux_layers == (1, 2)
     with refused(
         "hidden_states.path",
         holds="other features: computed float32 instead of float32 under bfloat16",
     ):
-        store(OfflineStates(path=path), torch.bfloat16)
-    assert store(OfflineStates(path=path)) is not None
+        open_store(OfflineStates(path=path), torch.bfloat16)
+    assert open_store(OfflineStates(path=path)) is not None
 
 
 @pytest.mark.parametrize(
@@ -208,6 +221,8 @@ def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureF
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(keys: list[str], key: str, got: str) -> None:
+def test_keys_that_do_not_go_together_are_refused_in_one_line(
+    keys: list[str], key: str, got: str
+) -> None:
     with refused(key, got):
         load_recipe(Recipe, ["target.model=pico", "train.output_dir=runs", *keys])

@@ -1,7 +1,7 @@
-"""Filling a store: what is there and whole stays, all else is made again, whoever makes it and
-however often it is interrupted.
+"""Filling a store: whole shards stay and all others are made again, for any number of processes
+and interruptions.
 
-Servers, in vLLM's format, make what our own pass makes.
+Servers that write vLLM's format make the same features as our own pass.
 """
 
 import errno
@@ -22,18 +22,24 @@ from specdistill.data.produce.features import compute_by_servers, compute_by_tar
 from specdistill.data.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
 from tests.data.produce import openai_server
-from tests.data.produce.hidden_states_server import running
+from tests.data.produce.hidden_states_server import serve_hidden_states
 from tests.data.produce.openai_server import Behaviour
-from tests.data.rows.stores import Counting, batch_of, filled, origin, packed
+from tests.data.rows.stores import (
+    CountingMaker,
+    collate_batch,
+    fill_store,
+    make_origin,
+    make_packed_rows,
+)
 from tests.processes import run_processes
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-SETS = [packed(10), packed(3, seed=1)]
+SETS = [make_packed_rows(10), make_packed_rows(3, seed=1)]
 NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
@@ -41,32 +47,36 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_a_store_costs_is_said_after_its_first_shard(
+def test_the_cost_of_a_store_is_printed_after_its_first_shard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filled(tmp_path / "store", SETS, origin())
-    said = capsys.readouterr().err
-    # of 13
-    assert said.count("storing features") == 1 and "the first 4 rows" in said and " 9 " in said
-    filled(tmp_path / "store", SETS, origin())
+    fill_store(tmp_path / "store", SETS, make_origin())
+    printed = capsys.readouterr().err
+    # 4 of 13 rows are stored, and 9 are left.
+    assert (
+        printed.count("storing features") == 1
+        and "the first 4 rows" in printed
+        and " 9 " in printed
+    )
+    fill_store(tmp_path / "store", SETS, make_origin())
     assert "storing features" not in capsys.readouterr().err
     free = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(
         ResourceError, match=r"storing features takes about .* whose disk has 100 bytes left"
     ):
-        filled(tmp_path / "small", SETS, origin())
-    assert sorted(contents(tmp_path / "small")) == NAMES[:1]
-    assert filled(tmp_path / "small", SETS, origin(), force=True).num_missing == 0
+        fill_store(tmp_path / "small", SETS, make_origin())
+    assert sorted(read_files(tmp_path / "small")) == NAMES[:1]
+    assert fill_store(tmp_path / "small", SETS, make_origin(), force=True).num_missing == 0
 
 
-def test_damaged_missing_and_other_shards_are_made_again_by_name(
+def test_damaged_missing_and_foreign_shards_are_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    filled(tmp_path / "whole", SETS, origin())
-    filled(tmp_path / "store", SETS, origin())
-    filled(tmp_path / "other", SETS, origin(weights="c"))
+    fill_store(tmp_path / "whole", SETS, make_origin())
+    fill_store(tmp_path / "store", SETS, make_origin())
+    fill_store(tmp_path / "other", SETS, make_origin(weights="c"))
     damaged = bytearray((tmp_path / "store" / NAMES[0]).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "store" / NAMES[0]).write_bytes(damaged)
@@ -78,70 +88,78 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(
         b"and what safetensors left, killed as it wrote"
     )
     caplog.clear()
-    make = Counting(origin())
-    store = filled(tmp_path / "store", SETS, origin(), make)
-    assert make.num_made == 12
-    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
-    said = caplog.text
-    assert f"{NAMES[0]}, which is damaged (row 2)" in said
-    assert f"{NAMES[2]}, which holds other features: weights c instead of aaaaaaaaaaaa" in said
-    assert NAMES[1] not in said and NAMES[3] not in said
-    batch, expected = batch_of(store, SETS[0], [2, 9])  # and not what was mapped before
+    maker = CountingMaker(make_origin())
+    store = fill_store(tmp_path / "store", SETS, make_origin(), maker)
+    assert maker.num_made == 12
+    assert read_files(tmp_path / "store") == read_files(tmp_path / "whole")
+    log = caplog.text
+    assert f"{NAMES[0]}, which is damaged (row 2)" in log
+    assert f"{NAMES[2]}, which holds other features: weights c instead of aaaaaaaaaaaa" in log
+    assert NAMES[1] not in log and NAMES[3] not in log
+    batch, expected = collate_batch(store, SETS[0], [2, 9])  # not the old files, which were mapped
     assert batch["features"].equal(expected)
 
 
-def test_other_rows_take_the_place_of_those_that_were_there(
+def test_shards_of_other_rows_are_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    filled(tmp_path, [packed(4, seed=8), *SETS], origin())
-    make = Counting(origin())
-    filled(tmp_path, SETS, origin(), make)
-    assert make.num_made == 13 and sorted(contents(tmp_path)) == NAMES
+    fill_store(tmp_path, [make_packed_rows(4, seed=8), *SETS], make_origin())
+    maker = CountingMaker(make_origin())
+    fill_store(tmp_path, SETS, make_origin(), maker)
+    assert maker.num_made == 13 and sorted(read_files(tmp_path)) == NAMES
     assert "removed 5 shards that were made for other rows" in caplog.text
-    filled(tmp_path, [packed(10, seed=9), SETS[1]], origin(), make)
+    fill_store(tmp_path, [make_packed_rows(10, seed=9), SETS[1]], make_origin(), maker)
     assert f"{NAMES[1]}, which holds other rows" in caplog.text
-    assert FeatureStore.open(tmp_path, [packed(10, seed=9), SETS[1]], origin()).num_missing == 0
+    assert (
+        FeatureStore.open(
+            tmp_path, [make_packed_rows(10, seed=9), SETS[1]], make_origin()
+        ).num_missing
+        == 0
+    )
 
 
 def test_a_store_grows_to_its_limit_and_no_further(tmp_path: Path) -> None:
-    filled(tmp_path / "whole", SETS, origin())
-    sizes = [len(contents(tmp_path / "whole")[name]) for name in NAMES]
-    limit = sum(sizes[:2]) + 5000  # each is reckoned with a header of two kilobytes
-    make = Counting(origin())
-    store = filled(tmp_path / "half", SETS, origin(), make, limit)
-    assert make.num_made == 8 and store.num_missing == 5
-    assert sum(map(len, contents(tmp_path / "half").values())) <= limit
-    assert sorted(contents(tmp_path / "half")) == NAMES[:2]
-    assert filled(tmp_path / "none", SETS, origin(), make, 1).num_missing == 13
-    assert filled(tmp_path / "half", SETS, origin(), make).num_missing == 0 and make.num_made == 13
-    assert contents(tmp_path / "half") == contents(tmp_path / "whole")
+    fill_store(tmp_path / "whole", SETS, make_origin())
+    sizes = [len(read_files(tmp_path / "whole")[name]) for name in NAMES]
+    limit = sum(sizes[:2]) + 5000  # a shard is estimated with a header of two kilobytes
+    maker = CountingMaker(make_origin())
+    store = fill_store(tmp_path / "half", SETS, make_origin(), maker, limit)
+    assert maker.num_made == 8 and store.num_missing == 5
+    assert sum(map(len, read_files(tmp_path / "half").values())) <= limit
+    assert sorted(read_files(tmp_path / "half")) == NAMES[:2]
+    assert fill_store(tmp_path / "none", SETS, make_origin(), maker, 1).num_missing == 13
+    assert (
+        fill_store(tmp_path / "half", SETS, make_origin(), maker).num_missing == 0
+        and maker.num_made == 13
+    )
+    assert read_files(tmp_path / "half") == read_files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")]
 )
-def test_a_full_disk_is_one_line_and_what_is_there_stays(
+def test_a_full_disk_ends_in_one_line_and_the_shards_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    filled(tmp_path / "whole", SETS, origin())
+    fill_store(tmp_path / "whole", SETS, make_origin())
     write = filling.write_shard
 
-    def full(path: Path, *others: object) -> None:
+    def fail_at_third_shard(path: Path, *arguments: object) -> None:
         if path.name == NAMES[2]:
             (path.parent / ".part" / path.name).write_bytes(b"half")
             raise error
-        write(path, *others)  # type: ignore[arg-type]
+        write(path, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(filling, "write_shard", full)
+    monkeypatch.setattr(filling, "write_shard", fail_at_third_shard)
     with pytest.raises(
         ResourceError, match=r"could not be written \(.*No space left.*hidden_states.max_bytes"
     ):
-        filled(tmp_path / "store", SETS, origin())
+        fill_store(tmp_path / "store", SETS, make_origin())
     monkeypatch.setattr(filling, "write_shard", write)
-    make = Counting(origin())
-    filled(tmp_path / "store", SETS, origin(), make)
-    assert make.num_made == 5 and contents(tmp_path / "store") == contents(tmp_path / "whole")
+    maker = CountingMaker(make_origin())
+    fill_store(tmp_path / "store", SETS, make_origin(), maker)
+    assert maker.num_made == 5 and read_files(tmp_path / "store") == read_files(tmp_path / "whole")
 
 
 def test_a_folder_of_somebody_elses_files_is_refused_and_keeps_them(tmp_path: Path) -> None:
@@ -154,34 +172,34 @@ def test_a_folder_of_somebody_elses_files_is_refused_and_keeps_them(tmp_path: Pa
     for name in names:
         (tmp_path / name).write_bytes(b"somebody's")
     with refused("hidden_states.path", tmp_path):
-        filled(tmp_path, SETS, origin())
-    assert contents(tmp_path) == dict.fromkeys(names, b"somebody's")
+        fill_store(tmp_path, SETS, make_origin())
+    assert read_files(tmp_path) == dict.fromkeys(names, b"somebody's")
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with refused("hidden_states.path", tmp_path / "file" / "store"):
-        filled(tmp_path / "file" / "store", SETS, origin())
+        fill_store(tmp_path / "file" / "store", SETS, make_origin())
 
 
 @pytest.mark.distributed
 def test_processes_share_the_shards_and_make_the_same_store(tmp_path: Path) -> None:
-    filled(tmp_path / "whole", SETS, origin())
+    fill_store(tmp_path / "whole", SETS, make_origin())
 
     def fill(_: int) -> None:
-        make = Counting(origin())
-        store = filled(tmp_path / "store", SETS, origin(), make)
-        print(make.num_made, store.num_missing)
+        maker = CountingMaker(make_origin())
+        store = fill_store(tmp_path / "store", SETS, make_origin(), maker)
+        print(maker.num_made, store.num_missing)
 
     ended = run_processes(tmp_path, fill, 0, 1)
     assert [process.out.split() for process in ended] == [["8", "0"], ["5", "0"]], ended
-    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+    assert read_files(tmp_path / "store") == read_files(tmp_path / "whole")
 
 
 # ---- Servers
 
 
-ROWS = list(packed(4))
+ROWS = list(make_packed_rows(4))
 # seconds for an answer: on a machine whose cores are all busy a pass takes many times as long
 TIMEOUT = 300.0
 
@@ -195,28 +213,35 @@ def target() -> FrozenTarget:
 def test_servers_make_what_the_target_does(
     target: FrozenTarget, tmp_path: Path, aux_layers: tuple[int, ...]
 ) -> None:
-    """Which share the documents."""
+    """Two servers share the documents."""
     layers, folders = sorted({*aux_layers, 4}), [tmp_path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()
-    with running(target, layers, folders[0]) as one, running(target, layers, folders[1]) as other:
-        found = compute_by_servers(target, aux_layers, [one, other], TIMEOUT)(ROWS)
+    with (
+        serve_hidden_states(target, layers, folders[0]) as one,
+        serve_hidden_states(target, layers, folders[1]) as other,
+    ):
+        features_of_servers = compute_by_servers(target, aux_layers, [one, other], TIMEOUT)(ROWS)
     expected = compute_by_target(target, aux_layers, None)(ROWS)
-    for features, own in zip(found, expected, strict=True):
-        assert features.shape == own.shape and torch.allclose(features, own, atol=1e-5)
+    for features, expected_row in zip(features_of_servers, expected, strict=True):
+        assert features.shape == expected_row.shape and torch.allclose(
+            features, expected_row, atol=1e-5
+        )
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_server_of_other_hidden_states_is_refused_in_one_line(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     with (
-        running(target, [1, 2, 4], tmp_path) as more,
-        running(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other,
+        serve_hidden_states(target, [1, 2, 4], tmp_path) as more,
+        serve_hidden_states(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other,
     ):
-        for address, what in (
+        for address, description in (
             (more, "3, 64] and dtype torch.float32 "),
             (other, "2, 64] and dtype torch.bfloat16 "),
         ):
-            with refused("hidden_states.server", f"{address}, which writes ", holds=what):
+            with refused("hidden_states.server", f"{address}, which writes ", holds=description):
                 compute_by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
     somebodys = tmp_path / "model.safetensors"
     save_file({"hidden_states": torch.zeros(1), "token_ids": torch.tensor([1])}, somebodys)
@@ -240,7 +265,7 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
     ):
         compute_by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     with (
-        running(target, [4], None) as plain,
+        serve_hidden_states(target, [4], None) as plain,
         pytest.raises(ResourceError, match="start the server with ExampleHiddenStatesConnector"),
     ):
         compute_by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
@@ -249,7 +274,9 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
 
 
 @pytest.mark.parametrize("path", [None, 3, "", "a\0b", "a" * 5000, ["a"]])
-def test_an_answer_that_names_no_file_is_one_line(path: Any, target: FrozenTarget) -> None:
+def test_an_answer_that_names_no_file_is_refused_in_one_line(
+    path: Any, target: FrozenTarget
+) -> None:
     naming = Behaviour(
         models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": path}}
     )
@@ -260,10 +287,10 @@ def test_an_answer_that_names_no_file_is_one_line(path: Any, target: FrozenTarge
         compute_by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
 
 
-def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path: Path) -> None:
+def test_an_incomplete_or_short_file_is_refused(target: FrozenTarget, tmp_path: Path) -> None:
     locks: list[IO[str]] = []
 
-    def written(body: dict[str, Any]) -> dict[str, Any]:
+    def write_states(body: dict[str, Any]) -> dict[str, Any]:
         path, ids = tmp_path / f"{len(locks)}.safetensors", body["prompt"]
         save_file(
             {"hidden_states": torch.zeros(len(ids) - 1, 2, 64), "token_ids": torch.tensor(ids)},
@@ -275,7 +302,7 @@ def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path:
             locks[-1].close()
         return {"kv_transfer_params": {"hidden_states_path": str(path)}}
 
-    with openai_server.running(Behaviour(models=("served",), more=written)) as server:
+    with openai_server.running(Behaviour(models=("served",), more=write_states)) as server:
         is_whole = False
         with pytest.raises(
             ResourceError, match=r"did not complete .* in 0.5 s; .* hidden_states\.timeout"

@@ -16,7 +16,7 @@ from specdistill.data.produce import fleet
 from specdistill.data.produce.job import Job
 from specdistill.recipe.sections import ServerRegeneration
 from specdistill.workflows.make_data import parse_shard
-from tests.data.produce.row_sets import config_for, numbered, row_target
+from tests.data.produce.row_sets import config_for, make_numbered_rows, row_target
 from tests.refusals import refused, refused_key
 from tests.scripts import specdistill
 
@@ -65,11 +65,15 @@ def test_a_slurm_task_starts_its_server_first_and_ends_it(tmp_path: Path) -> Non
         text=True,
         timeout=60,
     )
-    said = (tmp_path / "log").read_text().splitlines()
-    asked = "curl --silent --fail http://127.0.0.1:8000/health"
-    made = f"specdistill data make {KEYS} data.shard=auto"
-    assert {*said} == {"vllm serve org/model --port 8000 --tensor-parallel-size 8", asked, made}
-    assert said.count(asked) >= 2 and said[-1] == made
+    commands = (tmp_path / "log").read_text().splitlines()
+    health_check = "curl --silent --fail http://127.0.0.1:8000/health"
+    make_command = f"specdistill data make {KEYS} data.shard=auto"
+    assert {*commands} == {
+        "vllm serve org/model --port 8000 --tensor-parallel-size 8",
+        health_check,
+        make_command,
+    }
+    assert commands.count(health_check) >= 2 and commands[-1] == make_command
     assert f"specdistill data merge {KEYS}" in script.replace("'", "")
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "log.server").read_text())).wait(10)
@@ -102,9 +106,9 @@ def test_a_job_set_makes_every_shard_and_then_merges(monkeypatch: pytest.MonkeyP
     assert merges["dependsOn"] == [{"name": "make", "status": "Complete"}]
     merging = merges["template"]["spec"]["template"]["spec"]
     assert merging["containers"][0]["command"] == ["specdistill", "data", "merge", *KEYS.split()]
-    for of_pod in (pod, merging):
-        volumes = {volume["name"] for volume in of_pod["volumes"]}
-        parts = [*of_pod["containers"], *of_pod.get("initContainers", [])]
+    for pod_spec in (pod, merging):
+        volumes = {volume["name"] for volume in pod_spec["volumes"]}
+        parts = [*pod_spec["containers"], *pod_spec.get("initContainers", [])]
         assert all(mount["name"] in volumes for part in parts for mount in part["volumeMounts"])
 
 
@@ -120,20 +124,22 @@ def test_a_job_set_makes_every_shard_and_then_merges(monkeypatch: pytest.MonkeyP
         (["on=kubernetes", "shards=2"], "on"),
     ],
 )
-def test_what_no_cluster_could_make_is_refused(keys: list[str], key: str) -> None:
-    done = specdistill(*PRINTED, *keys)
-    assert done.returncode == 2 and refused_key(done.stderr) == key and not done.stdout, done.stderr
+def test_a_job_that_no_cluster_can_make_is_refused(keys: list[str], key: str) -> None:
+    process = specdistill(*PRINTED, *keys)
+    assert process.returncode == 2 and refused_key(process.stderr) == key and not process.stdout, (
+        process.stderr
+    )
 
 
 def test_a_shard_that_a_lost_node_still_writes_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By ResourceError, for which Ray repeats a task; not what a repetition cannot mend."""
+    """Ray repeats a task that raises ResourceError, and no task that a repetition cannot mend."""
     monkeypatch.setattr(fleet, "LOCK_SECONDS", 0.0)
     monkeypatch.chdir(tmp_path)
     config = config_for(
         tmp_path,
-        numbered(20),
+        make_numbered_rows(20),
         regenerate=ServerRegeneration(num_tokens=60, server=["http://127.0.0.1:1"]),
     )
     job = Job(config, row_target())

@@ -1,4 +1,4 @@
-"""Prompts: places in a block's own rows, and the tasks that they make in order."""
+"""Prompts, which are cut from the rows of a block, and the order of their tasks."""
 
 import itertools
 import random
@@ -40,7 +40,7 @@ TEXTS = [
 TOKENIZER = tiny_tokenizer(CHAT_TEMPLATE)
 
 
-def rows_of(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
+def make_rows(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
     chats = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": "ok"}]
         for question in questions
@@ -50,7 +50,7 @@ def rows_of(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
     )  # fmt: skip
 
 
-def from_texts(
+def make_prompts_from_texts(
     rows: Dataset, num_tokens: int, per_text: int, part: tuple[int, int] = (0, 1)
 ) -> list[GenerationPrompt]:
     config = DataConfig(regenerate=LocalRegeneration(num_tokens=1, prompt_tokens=num_tokens))
@@ -65,31 +65,36 @@ def from_texts(
     )
 
 
-def said(prompts: Sequence[GenerationPrompt]) -> list[str]:
+def decode_prompts(prompts: Sequence[GenerationPrompt]) -> list[str]:
     return [str(TOKENIZER.decode(prompt.ids)) for prompt in prompts]
 
 
 def test_text_prompts_are_beginnings_and_paragraphs() -> None:
-    prompts = from_texts(rows_of([*TEXTS, "short"]), 12, 7)
+    prompts = make_prompts_from_texts(make_rows([*TEXTS, "short"]), 12, 7)
     assert len(prompts) == 42 and all(len(prompt.ids) == 12 for prompt in prompts)
     assert (
         sum(prompt.is_beginning for prompt in prompts)
         == 6
         == len({prompt.row for prompt in prompts})
     )
-    for place, text in enumerate(said(prompts)):
+    for place, text in enumerate(decode_prompts(prompts)):
         assert f"\n\n{text}" in f"\n\n{TEXTS[place // 7]}" and text.startswith("def")
-    assert prompts == from_texts(rows_of([*TEXTS, "short"]), 12, 7)
-    parts = [said(from_texts(rows_of(TEXTS[:1]), 12, 3, (number, 4))) for number in range(4)]
-    # blocks that share a text have other places of it
+    assert prompts == make_prompts_from_texts(make_rows([*TEXTS, "short"]), 12, 7)
+    parts = [
+        decode_prompts(make_prompts_from_texts(make_rows(TEXTS[:1]), 12, 3, (number, 4)))
+        for number in range(4)
+    ]
+    # Blocks that share a text take different places in it.
     assert len({text for part in parts for text in part}) == 12
 
 
-def test_short_of_paragraphs_texts_are_entered_at_lines_and_then_at_words() -> None:
+def test_prompts_begin_at_lines_and_then_at_words_where_paragraphs_run_out() -> None:
     text = "\n".join(
         f"line{line} " + " ".join(f"word{number}" for number in range(20)) for line in range(6)
     )
-    starts = sorted(text[:5] for text in said(from_texts(rows_of([text]), 8, 10)))
+    starts = sorted(
+        text[:5] for text in decode_prompts(make_prompts_from_texts(make_rows([text]), 8, 10))
+    )
     assert starts[:6] == [f"line{line}" for line in range(6)]
     assert len(starts) == 10 and all(start.startswith("word") for start in starts[6:])
 
@@ -98,17 +103,19 @@ def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
     filtered: Counter[str] = Counter()
     config = DataConfig(max_length=80, regenerate=LocalRegeneration(num_tokens=1))
     plan = BlockPlan(Block(0, 1, 1), config, [], TOKENIZER, ())
-    prompts = list(make_chat_prompts(plan, rows_of(TEXTS[:1], ["one", "two", "x" * 90]), filtered))
+    prompts = list(
+        make_chat_prompts(plan, make_rows(TEXTS[:1], ["one", "two", "x" * 90]), filtered)
+    )
     expected = [
         TOKENIZER.apply_chat_template(
-            [{"role": "user", "content": it}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
-        for it in ("one", "two")
+        for question in ("one", "two")
     ]
-    assert said(prompts) == expected and filtered == {"long_prompt": 1}
+    assert decode_prompts(prompts) == expected and filtered == {"long_prompt": 1}
 
 
-def test_recorded_turns_keep_their_context_and_questions_alone_follow_each_other() -> None:
+def test_a_recorded_answer_is_replaced_in_its_context_and_bare_questions_make_one_prompt() -> None:
     recorded = chat("one", "1", "two", "2", "three")["messages"]
     questions = chat("one", None, "two", None, "three")["messages"]
     weighted = [{**turn, "weight": 0} if turn["content"] == "1" else turn for turn in recorded]
@@ -125,18 +132,18 @@ def test_recorded_turns_keep_their_context_and_questions_alone_follow_each_other
         )
         config = DataConfig(max_length=600, regenerate=regenerate)
         filtered: Counter[str] = Counter()
-        made = list(
+        prompts = list(
             make_chat_prompts(
                 BlockPlan(Block(0, 1, 1), config, [], TOKENIZER, ()),
                 [{"text": None, "messages": rows}],
                 filtered,
             )
         )
-        assert [list(prompt.messages) for prompt in made] == [rows[:end] for end in expected]
-        asked = [rows[:1] if rows is questions else rows[:end] for end in expected]
-        assert said(made) == [
-            TOKENIZER.apply_chat_template(it, tokenize=False, add_generation_prompt=True)
-            for it in asked
+        assert [list(prompt.messages) for prompt in prompts] == [rows[:end] for end in expected]
+        expected_messages = [rows[:1] if rows is questions else rows[:end] for end in expected]
+        assert decode_prompts(prompts) == [
+            TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            for messages in expected_messages
         ]
         assert filtered == ({"follow_up": 2} if rows is questions and not served else {})
 
@@ -161,37 +168,37 @@ def test_every_prompt_is_continued_at_every_temperature_and_then_sampled_again()
     shared = [GenerationPrompt([1], is_first=False)]
     assert [[*assign_temperatures(shared, [0.0, 0.5], turn)] for turn in range(3)] == [
         [(shared[0], 0.5)]
-    ] * 3  # as another block's would
+    ] * 3  # only the first of the blocks that share a prompt answers it greedily
 
 
-def test_three_texts_in_four_stop_half_way_but_not_before_a_short_row() -> None:
-    assert [choose_row_lengths(*given) for given in ((2048, 32), (512, 32))] == [
+def test_texts_have_half_a_row_or_a_whole_one_unless_half_is_too_short() -> None:
+    assert [choose_row_lengths(*arguments) for arguments in ((2048, 32), (512, 32))] == [
         (1024, 2048),
         (256, 512),
     ]
-    # all are as long as a row
-    assert [choose_row_lengths(*given) for given in ((200, 32), (512, 200))] == [
+    # All texts are continued to a whole row.
+    assert [choose_row_lengths(*arguments) for arguments in ((200, 32), (512, 200))] == [
         (200, 200),
         (512, 512),
     ]
 
 
-def planned(texts: int, chats: int, count: int = 1, **settings: Any) -> list[list[Any]]:
-    """The streams of each block, of sources with a row each."""
+def plan_streams(texts: int, chats: int, count: int = 1, **settings: Any) -> list[list[Any]]:
+    """Return the streams of each block, from a source of this many texts and chats."""
     config = DataConfig(
         max_length=512, regenerate=LocalRegeneration(num_tokens=6000, prompt_tokens=8, **settings)
     )
-    rows = rows_of(
+    rows = make_rows(
         [f"text {number:03d} of many" for number in range(texts)],
         [f"q{number:03d}" for number in range(chats)],
     )
-    made = []
+    streams = []
     for number in range(count):
         block = Block(number, count, 6000 // count)
         source = Source(rows, SourceEntry(source="x"), "data.source")
         plan = BlockPlan(block, config, [source], TOKENIZER, ())
-        made.append(next(plan_rounds(plan, make_prompts(plan, {}, Counter()))))
-    return made
+        streams.append(next(plan_rounds(plan, make_prompts(plan, {}, Counter()))))
+    return streams
 
 
 def test_a_source_without_rows_gives_no_prompts() -> None:
@@ -209,17 +216,17 @@ def test_a_source_without_rows_gives_no_prompts() -> None:
 
 @pytest.mark.parametrize(("texts", "chats"), [(40, 0), (0, 40), (40, 40)])
 def test_streams_share_the_tokens_of_a_block(texts: int, chats: int) -> None:
-    (made,) = planned(texts, chats)
-    assert sum(stream.share for stream in made) == pytest.approx(1)
-    tasks = [stream.tasks[0] for stream in made]
+    (streams,) = plan_streams(texts, chats)
+    assert sum(stream.share for stream in streams) == pytest.approx(1)
+    tasks = [stream.tasks[0] for stream in streams]
     assert [task.max_length for task in tasks] == ([512] if chats else []) + (
         [256, 512] if texts else []
     )
     if texts and chats:
-        assert made[0].share == pytest.approx(CHAT_SHARE)
+        assert streams[0].share == pytest.approx(CHAT_SHARE)
     if texts:
-        short, whole = made[-2:]
-        # so that three rows in four are short
+        short, whole = streams[-2:]
+        # These shares of the tokens make three rows in four short.
         assert short.share / whole.share == pytest.approx(3 * 248 / 504)
 
 
@@ -227,16 +234,19 @@ def test_blocks_have_rows_and_seeds_of_their_own() -> None:
     def tasks(streams: Sequence[Any]) -> list[Any]:
         return [task for stream in streams for task in islice(stream.tasks, 12)]
 
-    made = [tasks(streams) for streams in planned(40, 40, count=4)]
-    rows = [{task.prompt.row for task in own} for own in made]
+    tasks_of_blocks = [tasks(streams) for streams in plan_streams(40, 40, count=4)]
+    rows = [{task.prompt.row for task in block_tasks} for block_tasks in tasks_of_blocks]
     assert all(not one & other for one, other in itertools.combinations(rows, 2)) and all(rows)
-    every = [task for own in made for task in own]
-    assert len({task.seed for task in every}) == len(every)
-    assert all(len({task.name for task in own}) == len(own) for own in made)
-    assert made == [tasks(streams) for streams in planned(40, 40, count=4)]
+    all_tasks = [task for block_tasks in tasks_of_blocks for task in block_tasks]
+    assert len({task.seed for task in all_tasks}) == len(all_tasks)
+    assert all(
+        len({task.name for task in block_tasks}) == len(block_tasks)
+        for block_tasks in tasks_of_blocks
+    )
+    assert tasks_of_blocks == [tasks(streams) for streams in plan_streams(40, 40, count=4)]
 
 
-def test_conversations_of_similar_length_stand_beside_one_another() -> None:
+def test_conversations_of_similar_length_are_neighbours() -> None:
     config = DataConfig(
         max_length=256, regenerate=LocalRegeneration(num_tokens=9000, temperatures=[0.8])
     )
@@ -260,8 +270,7 @@ def test_conversations_of_similar_length_stand_beside_one_another() -> None:
 
 
 class ShortAnswers:
-    """A backend whose answers have a few tokens, and which takes tasks ahead of what is needed, as
-    servers do."""
+    """A backend that gives short answers and, as servers do, takes more tasks than are needed."""
 
     def __init__(self, num_tokens: int, num_ahead: int) -> None:
         self.num_tokens, self.num_ahead = num_tokens, num_ahead
@@ -293,15 +302,14 @@ class ShortAnswers:
 def test_no_prompt_is_answered_again_before_all_were(
     sizes: Sequence[tuple[int, int]], num_ahead: int
 ) -> None:
-    """Whatever the answers' length: by enumeration, over each number of answers that a block may
-    need.
+    """Blocks may need fewer answers than there are prompts, or several times as many.
 
     Each row gives one prompt. The sources have weights 1, 2, …
     """
     sources = []
     for number, (num_chats, num_texts) in enumerate(sizes):
         texts = [f"{number}text{place:03d}_without_a_space" for place in range(num_texts)]
-        rows = rows_of(texts, [f"{number}question{place:03d}" for place in range(num_chats)])
+        rows = make_rows(texts, [f"{number}question{place:03d}" for place in range(num_chats)])
         sources.append(Source(rows, SourceEntry(source="x", weight=number + 1.0), "data.source"))
     num_prompts = sum(map(sum, sizes))
     config = DataConfig(
@@ -312,7 +320,7 @@ def test_no_prompt_is_answered_again_before_all_were(
         for num_blocks in (1, 2):
             answered: Counter[tuple[int, int]] = Counter()
             for number in range(num_blocks):
-                # Of three tokens where an answer is expected to have at least 32
+                # Answers have three tokens, and are expected to have at least 32.
                 plan = BlockPlan(
                     Block(number, num_blocks, 3 * -(-num_answers // num_blocks)),
                     config,
@@ -321,22 +329,32 @@ def test_no_prompt_is_answered_again_before_all_were(
                     (),
                 )
                 backend = ShortAnswers(3, num_ahead)
-                made = BlockOutput(
+                output = BlockOutput(
                     {},
                     lambda task, answer: CheckedAnswer(answer, "", False, frozenset()),
                     False,
                     lambda _: None,
                 )
                 parts = make_prompts(plan, {}, Counter())
-                generate_block(plan.block.num_tokens, plan_rounds(plan, parts), backend, None, made)
-                found = Counter(backend.prompts[: len(made.rows)])
-                own = sum(
+                generate_block(
+                    plan.block.num_tokens, plan_rounds(plan, parts), backend, None, output
+                )
+                answers_of_prompts = Counter(backend.prompts[: len(output.rows)])
+                num_block_prompts = sum(
                     len(Block(number, num_blocks, 1).select_rows(range(sum(size)))[0])
                     for size in sizes
                 )
-                assert made.tokens >= MIN_FILL * plan.block.num_tokens
-                # as many different ones as there can be
-                assert len(found) == min(own, len(made.rows))
-                assert max(found.values()) - min(found.values() if len(found) == own else [0]) <= 1
-                answered += found
+                assert output.tokens >= MIN_FILL * plan.block.num_tokens
+                # As many different prompts as possible are answered.
+                assert len(answers_of_prompts) == min(num_block_prompts, len(output.rows))
+                assert (
+                    max(answers_of_prompts.values())
+                    - min(
+                        answers_of_prompts.values()
+                        if len(answers_of_prompts) == num_block_prompts
+                        else [0]
+                    )
+                    <= 1
+                )
+                answered += answers_of_prompts
             assert len(answered) <= num_prompts

@@ -25,23 +25,23 @@ TEMPLATE = (
 )
 
 
-def conversation(number: int) -> dict[str, Any]:
-    """Two exchanges, with a call and its result in the first."""
+def make_conversation(number: int) -> dict[str, Any]:
+    """Return a row of two exchanges, the first of which has a call and its result."""
     generator = random.Random(number)
     a, b = (generator.randint(10, 99) for _ in range(2))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": a}}}
-    said = [
+    turns = [
         {"role": "user", "content": f"{a}+{b}?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": str(a + b)},
         {"role": "assistant", "content": f"{a + b}."},
         {"role": "user", "content": "And?"},
     ]
-    return {"messages": [{"role": "system", "content": "Hi"}, *said], "tools": [SCHEMA]}
+    return {"messages": [{"role": "system", "content": "Hi"}, *turns], "tools": [SCHEMA]}
 
 
-def prompt_of(row: dict[str, Any]) -> list[int]:
-    """What comes before the tokens with loss, which are the last ones."""
+def take_prompt(row: dict[str, Any]) -> list[int]:
+    """Return the tokens before those with loss, which are the last ones."""
     start = row["loss_mask"].index(1)
     assert all(row["loss_mask"][start:])
     return list(row["input_ids"][:start])
@@ -61,7 +61,7 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
     )
     target = FrozenTarget.load("pico")
     target.tokenizer.chat_template = TEMPLATE
-    rows = [conversation(number) for number in range(count)]
+    rows = [make_conversation(number) for number in range(count)]
     settings = LocalRegeneration(
         num_tokens=1000 * count, temperatures=[0.0], template={"enable_thinking": True}
     )
@@ -71,7 +71,7 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
         RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model),
     )
     make_blocks(job)
-    found = [
+    generated_rows = [
         row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))
     ]
     replayed = set()
@@ -85,11 +85,13 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
             ids = target.tokenizer.apply_chat_template(row["messages"][:turn], **options)[
                 "input_ids"
             ]
-            ((number, made),) = (
-                (number, it) for number, it in enumerate(found) if prompt_of(it) == ids
+            ((number, generated),) = (
+                (number, generated_row)
+                for number, generated_row in enumerate(generated_rows)
+                if take_prompt(generated_row) == ids
             )
             replayed.add(number)
-            num_new = min(compared, sum(made["loss_mask"]))
+            num_new = min(compared, sum(generated["loss_mask"]))
             prompt, limits = (
                 torch.tensor([ids]),
                 {"max_new_tokens": num_new, "eos_token_id": sorted(target.eos_token_ids)},
@@ -101,5 +103,5 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
                 pad_token_id=0,
                 **limits,
             )
-            assert made["input_ids"][: len(ids) + num_new] == expected[0].tolist()
-    assert replayed == set(range(len(found)))
+            assert generated["input_ids"][: len(ids) + num_new] == expected[0].tolist()
+    assert replayed == set(range(len(generated_rows)))

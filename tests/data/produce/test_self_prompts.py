@@ -27,7 +27,7 @@ from specdistill.recipe.data_sources import SourceEntry
 from specdistill.recipe.sections import DataConfig, LocalRegeneration, ServerRegeneration
 from specdistill.targets.frozen import FrozenTarget
 from tests.data.produce.openai_server import Behaviour, running
-from tests.data.produce.row_sets import killed, opened, row_target, texts_in
+from tests.data.produce.row_sets import decode_texts, opened, row_target, run_until_killed
 from tests.data.rows.templates import CHATML, DEEPSEEK, GEMMA, MISTRAL, UNTAGGED, VICUNA
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -35,7 +35,7 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 END = 3  # <|end|>, which ends a turn of pico's template
 
 
-def opening(template: str | None = UNTAGGED, system: str | None = None) -> Opening:
+def build_opening(template: str | None = UNTAGGED, system: str | None = None) -> Opening:
     return Opening.from_template(tiny_tokenizer(template), system, [0], "data.source")
 
 
@@ -50,21 +50,23 @@ def opening(template: str | None = UNTAGGED, system: str | None = None) -> Openi
         (VICUNA, "USER:", "ASSISTANT:"),
     ],
 )
-def test_a_template_is_cut_off_where_the_words_begin(template: str, begins: str, ends: str) -> None:
-    made = opening(template)
+def test_an_opening_ends_where_the_words_of_the_user_begin(
+    template: str, begins: str, ends: str
+) -> None:
+    opening = build_opening(template)
     assert (
-        tiny_tokenizer().decode(made.ids, skip_special_tokens=False) == begins
-        and made.closing == ends
+        tiny_tokenizer().decode(opening.ids, skip_special_tokens=False) == begins
+        and opening.closing == ends
     )
     assert (
-        made.end_ids == ({0, END} if template == UNTAGGED else {0})
-        and {0, 1, 2, END} <= made.special
+        opening.end_ids == ({0, END} if template == UNTAGGED else {0})
+        and {0, 1, 2, END} <= opening.special
     )
 
 
-def test_a_system_message_stands_before_the_words() -> None:
+def test_an_opening_begins_with_the_system_message() -> None:
     assert (
-        tiny_tokenizer().decode(opening(CHATML, "Sums.").ids)
+        tiny_tokenizer().decode(build_opening(CHATML, "Sums.").ids)
         == "<|im_start|>system\nSums.<|im_end|>\n<|im_start|>user\n"
     )
 
@@ -86,22 +88,26 @@ def test_a_template_that_opens_no_turn_is_refused(
     template: str | None, system: str | None, got: str
 ) -> None:
     with refused("data.source", holds=got):
-        opening(template, system)
+        build_opening(template, system)
 
 
-def test_a_prompt_has_half_a_row_and_some_room() -> None:
-    made = opening()
+def test_a_prompt_has_at_most_half_a_row_and_never_more_than_256_tokens() -> None:
+    opening = build_opening()
     assert (
-        compute_max_prompt_length([made], 200) == 100 - made.num_tokens
-        and compute_max_prompt_length([made], 4096) == 256
+        compute_max_prompt_length([opening], 200) == 100 - opening.num_tokens
+        and compute_max_prompt_length([opening], 4096) == 256
     )
     with refused("data.max_length", 32):
-        compute_max_prompt_length([made], 32)
+        compute_max_prompt_length([opening], 32)
 
 
 class ScriptedBackend:
-    """A backend of a target that says these texts, by number, at most `at_once` tokens at a time.
-    contexts: that it was given."""
+    """A backend of a target that says the scripted text of each task number.
+
+    Attributes:
+        at_once: the most tokens of an answer.
+        contexts: the contexts of the tasks so far, decoded.
+    """
 
     def __init__(
         self, texts: Callable[[int], str], at_once: int = 1000, opens: str = "<|user|>\n"
@@ -115,49 +121,56 @@ class ScriptedBackend:
         for task in tasks:
             context, number = task.prompt.ids, int(task.name.split("-")[1])
             self.contexts.append(tiny_tokenizer().decode(context, skip_special_tokens=False))
-            begun, most = (
+            prefix, limit = (
                 self.contexts[-1].rpartition(self.opens)[2],
                 min(task.max_length - len(context), self.at_once),
             )
-            assert self.texts(number).startswith(begun)
+            assert self.texts(number).startswith(prefix)
             yield (
                 task,
                 [
                     Answer(
                         context,
-                        tiny_tokenizer()(self.texts(number)[len(begun) :])["input_ids"][:most],
+                        tiny_tokenizer()(self.texts(number)[len(prefix) :])["input_ids"][:limit],
                         "length",
                     )
                 ],
             )
 
 
-def prompts(
-    backend: ScriptedBackend, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any
+def generate_prompts(
+    backend: ScriptedBackend,
+    count: int,
+    template: str = UNTAGGED,
+    num_blocks: int = 1,
+    **entry: Any,
 ) -> tuple[list[str], AnswerCounts]:
-    """The prompts of the last of some blocks, with rows of twice 60 tokens and the template."""
+    """Return the prompts of the last of `num_blocks` blocks and the counts of answers.
+
+    A prompt has room for 60 tokens besides the template.
+    """
     source = Source(
         Dataset.from_dict({}), SourceEntry(source="self", num_prompts=count, **entry), "data.source"
     )
     tokenizer = tiny_tokenizer(template)
-    made = DataConfig(
-        max_length=2 * (60 + opening(template).num_tokens),
+    data_config = DataConfig(
+        max_length=2 * (60 + build_opening(template).num_tokens),
         regenerate=LocalRegeneration(num_tokens=1),
     )
-    block = Block(number_of - 1, number_of, 100)
-    plan = BlockPlan(block, made, [source], tokenizer, [0])
+    block = Block(num_blocks - 1, num_blocks, 100)
+    plan = BlockPlan(block, data_config, [source], tokenizer, [0])
     kept, counts = generate_self_prompts(plan, 0, backend, None, {})  # type: ignore[arg-type]
     for prompt in kept:
-        asked = [{"role": "user", "content": prompt.asked}]
+        messages = [{"role": "user", "content": prompt.asked}]
         assert (
             prompt.ids
-            == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+            == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         )  # type: ignore[call-overload]
-        assert list(prompt.messages) == asked
+        assert list(prompt.messages) == messages
     return [str(prompt.asked) for prompt in kept], counts
 
 
-ASKED = [
+GENERATED_TEXTS = [
     " Which bird sings at noon? <|end|>",
     "  \n<|end|>",
     "Which bird sings, and which one never does, and where is it that I could hear them<|end|>",
@@ -168,10 +181,14 @@ ASKED = [
 ]
 
 
-def test_what_is_no_prompt_is_filtered_and_counted() -> None:
-    kept, counts = prompts(
+def test_generated_texts_that_are_no_prompts_are_filtered_and_counted() -> None:
+    kept, counts = generate_prompts(
         ScriptedBackend(
-            lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"
+            lambda number: (
+                GENERATED_TEXTS[number]
+                if number < len(GENERATED_TEXTS)
+                else f"New question {number}<|end|>"
+            )
         ),
         7,
     )
@@ -184,8 +201,10 @@ def test_what_is_no_prompt_is_filtered_and_counted() -> None:
 def test_unfinished_prompts_are_continued_and_equal_whole_ones() -> None:
     whole = ScriptedBackend(lambda number: f"Is {number} a number with many words after it?<|end|>")
     cut = ScriptedBackend(whole.texts, at_once=7)
-    assert prompts(whole, 5) == prompts(cut, 5) and len(cut.contexts) > len(whole.contexts)
-    # together, not one after the other
+    assert generate_prompts(whole, 5) == generate_prompts(cut, 5) and len(cut.contexts) > len(
+        whole.contexts
+    )
+    # All prompts are continued together, not one after the other.
     assert sorted(map(len, cut.contexts)) == list(map(len, cut.contexts))
 
 
@@ -194,30 +213,30 @@ def test_a_turn_that_ends_in_plain_text_ends_the_prompt() -> None:
         lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80,
         opens="USER:",
     )
-    assert prompts(backend, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
+    assert generate_prompts(backend, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
 
 
-def test_a_target_with_nothing_more_to_say_gives_fewer() -> None:
+def test_a_target_that_repeats_itself_gives_fewer_prompts() -> None:
     backend = ScriptedBackend(lambda number: "Always the same question to you?<|end|>")
-    kept, counts = prompts(backend, 4)
+    kept, counts = generate_prompts(backend, 4)
     assert kept == ["Always the same question to you?"]
     assert len(backend.contexts) == MAX_PROMPTS_PER_WANTED * 4 and counts.filtered == {
         "near_duplicate": MAX_PROMPTS_PER_WANTED * 4 - 1
     }
 
 
-def test_system_messages_and_blocks_share_the_prompts() -> None:
+def test_blocks_take_the_system_messages_in_turn() -> None:
     backend = ScriptedBackend(lambda number: f"question {number}<|end|>")
-    prompts(backend, 12, number_of=2, system=["Sums.", "Code.", "Song."])
-    given = [
-        next(it for it in ("Sums.", "Code.", "Song.") if it in context)
+    generate_prompts(backend, 12, num_blocks=2, system=["Sums.", "Code.", "Song."])
+    messages = [
+        next(message for message in ("Sums.", "Code.", "Song.") if message in context)
         for context in backend.contexts
     ]
-    assert given == ["Code.", "Song.", "Sums."] * 2
+    assert messages == ["Code.", "Song.", "Sums."] * 2
 
 
-def talkative(ends: float = 4.0) -> Any:
-    """A random target that ends its turns, by default after about twenty tokens."""
+def build_talkative_target(ends: float = 4.0) -> Any:
+    """Return a random target that ends its turns, by default after about twenty tokens."""
     model = tiny_target_model(num_layers=1)
     bias = torch.zeros(260)
     bias[:END], bias[END] = -100.0, ends
@@ -225,7 +244,7 @@ def talkative(ends: float = 4.0) -> Any:
     return model
 
 
-def config(folder: Path, source: Any = "self", **settings: Any) -> DataConfig:
+def make_config(folder: Path, source: Any = "self", **settings: Any) -> DataConfig:
     regenerate = LocalRegeneration(num_tokens=400, batch_size=8, temperatures=[0.8])
     defaults = {
         "max_length": 128,
@@ -236,54 +255,58 @@ def config(folder: Path, source: Any = "self", **settings: Any) -> DataConfig:
     return DataConfig(**{"source": source, "regenerate": regenerate, **defaults, **settings})
 
 
-def documents(made: DataConfig, model: Any) -> list[Dataset]:
-    """Of every block."""
-    opened(made, row_target(model, UNTAGGED))
+def make_documents(data_config: DataConfig, model: Any) -> list[Dataset]:
+    """Make the rows and return the documents of each block."""
+    opened(data_config, row_target(model, UNTAGGED))
     return [
         Dataset.from_file(str(path))
-        for path in sorted(Path(str(made.cache_dir)).glob("rows/*.blocks/*.arrow"))
+        for path in sorted(Path(str(data_config.cache_dir)).glob("rows/*.blocks/*.arrow"))
     ]
 
 
-def asked(parts: Sequence[Dataset]) -> list[str]:
-    """The prompts of documents, decoded."""
-    found = []
+def decode_prompts(parts: Sequence[Dataset]) -> list[str]:
+    """Return the prompts of documents as texts."""
+    prompts = []
     for row in (row for part in parts for row in part):
         head = [
             token
             for token, has_loss in zip(row["input_ids"], row["loss_mask"], strict=True)
             if not has_loss
         ]
-        found.append(tiny_tokenizer().decode(head, skip_special_tokens=False))
-    return found
+        prompts.append(tiny_tokenizer().decode(head, skip_special_tokens=False))
+    return prompts
 
 
 @pytest.mark.long  # makes the rows three times
-def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path) -> None:
-    """Also where it was killed after a few batches; rows of the same prompt are on one side."""
-    model, source = talkative(), [{"source": "self", "num_prompts": 12}]
-    made = config(tmp_path / "a", source)
-    whole = documents(made, model)
-    train_and_validation = opened(made, row_target(model, UNTAGGED))
+def test_equal_inputs_and_interrupted_runs_give_the_same_prompts_and_answers(
+    tmp_path: Path,
+) -> None:
+    """The interrupted run is killed after two batches. All rows of a prompt are on one side."""
+    model, source = build_talkative_target(), [{"source": "self", "num_prompts": 12}]
+    data_config = make_config(tmp_path / "a", source)
+    whole = make_documents(data_config, model)
+    train_and_validation = opened(data_config, row_target(model, UNTAGGED))
     halves = [
-        {text.partition("<|assistant|>")[0] for text in texts_in(half)}
+        {text.partition("<|assistant|>")[0] for text in decode_texts(half)}
         for half in train_and_validation
     ]
     assert all(halves) and not halves[0] & halves[1]
     assert all(
         prompt.startswith("<|user|>\n") and prompt.endswith("<|end|><|assistant|>\n")
-        for prompt in asked(whole)
+        for prompt in decode_prompts(whole)
     )
-    assert 0 < len(set(asked(whole))) <= 12
+    assert 0 < len(set(decode_prompts(whole))) <= 12
 
-    killed(lambda: documents(config(tmp_path / "b", source), model), 2)
-    again = documents(config(tmp_path / "b", source), model)
+    run_until_killed(lambda: make_documents(make_config(tmp_path / "b", source), model), 2)
+    again = make_documents(make_config(tmp_path / "b", source), model)
     assert [part.to_list() for part in again] == [part.to_list() for part in whole]
     hotter = [{"source": "self", "num_prompts": 12, "temperature": 1.5}]
-    assert asked(documents(config(tmp_path / "c", hotter), model)) != asked(whole)
+    assert decode_prompts(
+        make_documents(make_config(tmp_path / "c", hotter), model)
+    ) != decode_prompts(whole)
 
 
-def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(
+def test_self_mixes_with_other_sources_and_documents_have_no_system_messages(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(
@@ -293,39 +316,42 @@ def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(
         {"source": "self", "num_prompts": 6, "system": ["Sums."], "weight": 0.5},
         {"source": str(tmp_path / "rows.jsonl"), "weight": 3},
     ]
-    made = documents(config(tmp_path, source), talkative())
-    assert {row["source"] for part in made for row in part} == {0, 1}
-    assert not any("Sums." in prompt for prompt in asked(made))
+    parts = make_documents(make_config(tmp_path, source), build_talkative_target())
+    assert {row["source"] for part in parts for row in part} == {0, 1}
+    assert not any("Sums." in prompt for prompt in decode_prompts(parts))
 
 
-def similar_prompts(count: int, generator: random.Random) -> list[str]:
-    """Sixty words each; a third are an earlier one with some words changed."""
-    made: list[list[str]] = []
+def make_similar_prompts(count: int, generator: random.Random) -> list[str]:
+    """Return prompts of sixty words; a third repeat an earlier one with some words changed."""
+    prompts: list[list[str]] = []
     for number in range(count):
-        said = [f"word{generator.randrange(500)}" for _ in range(60)]
+        words = [f"word{generator.randrange(500)}" for _ in range(60)]
         if number % 3 == 2:
-            said = list(made[generator.randrange(number)])
+            words = list(prompts[generator.randrange(number)])
             for place in generator.sample(range(60), generator.randrange(15)):
-                said[place] = "other"
-        made.append(said)
-    return [" ".join(said) for said in made]
+                words[place] = "other"
+        prompts.append(words)
+    return [" ".join(words) for words in prompts]
 
 
-def test_nearly_all_prompts_that_are_alike_are_found_and_no_others() -> None:
-    near, alike, found = NearDuplicates(), 0, 0
+def test_nearly_all_near_duplicates_are_found_and_no_other_prompts() -> None:
+    near, num_alike, num_found = NearDuplicates(), 0, 0
     kept: list[set[tuple[str, ...]]] = []
-    for prompt in similar_prompts(400, random.Random(0)):
-        said = prompt.split()
-        own = {tuple(said[place : place + 5]) for place in range(len(said) - 4)}
-        nearest = max((len(own & other) / len(own | other) for other in kept), default=0.0)
+    for prompt in make_similar_prompts(400, random.Random(0)):
+        words = prompt.split()
+        ngrams = {tuple(words[place : place + 5]) for place in range(len(words) - 4)}
+        nearest = max((len(ngrams & other) / len(ngrams | other) for other in kept), default=0.0)
         is_new = near.add(prompt)
         assert is_new or nearest >= NEAR_DUPLICATE_SIMILARITY
-        kept += [own] * is_new
-        alike, found = alike + (nearest >= NEAR_DUPLICATE_SIMILARITY), found + (not is_new)
-    assert alike > 5 and found >= 0.95 * alike
+        kept += [ngrams] * is_new
+        num_alike, num_found = (
+            num_alike + (nearest >= NEAR_DUPLICATE_SIMILARITY),
+            num_found + (not is_new),
+        )
+    assert num_alike > 5 and num_found >= 0.95 * num_alike
 
 
-def test_short_prompts_and_prompts_without_words() -> None:
+def test_short_prompts_are_compared_by_words_and_prompts_without_words_are_kept() -> None:
     near = NearDuplicates()
     assert [*map(near.add, ("Is it?", "is it", "Is this?", "Is this one?", "IS IT", "?", "!"))] == [
         1,
@@ -338,7 +364,7 @@ def test_short_prompts_and_prompts_without_words() -> None:
     ]
 
 
-def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
+def test_near_duplicates_of_prompts_of_other_blocks_are_filtered_with_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "MIN_BLOCK_TOKENS", 100)
@@ -351,20 +377,26 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
         regenerate = ServerRegeneration(
             num_tokens=800, batch_size=2, temperatures=[0.8], server=[server.address]
         )
-        made = config(tmp_path, [{"source": "self", "num_prompts": 40}], regenerate=regenerate)
-        parts = documents(made, None)
-    own = [set(asked([part])) for part in parts]
-    (alike,) = {prompt for prompt in own[0] | own[1] | own[2] if "again" in prompt}
-    assert len(parts) == 8 and sum(alike in prompts for prompts in own) > 1
-    rows = opened(made, row_target(None, UNTAGGED))  # though the server is gone
+        data_config = make_config(
+            tmp_path, [{"source": "self", "num_prompts": 40}], regenerate=regenerate
+        )
+        parts = make_documents(data_config, None)
+    prompts_of_blocks = [set(decode_prompts([part])) for part in parts]
+    (duplicate,) = {
+        prompt
+        for prompt in prompts_of_blocks[0] | prompts_of_blocks[1] | prompts_of_blocks[2]
+        if "again" in prompt
+    }
+    assert len(parts) == 8 and sum(duplicate in prompts for prompts in prompts_of_blocks) > 1
+    rows = opened(data_config, row_target(None, UNTAGGED))  # no server runs any more
     kept = [
         text
         for half in rows
-        for text in texts_in(half)
+        for text in decode_texts(half)
         if text.startswith("<|user|>\nsay it again")
     ]
     manifest = read_rows(next(path.parent for path in tmp_path.glob("rows/*/manifest.json")))[2]
-    total = sum(prompt == alike for prompt in asked(parts))
+    total = sum(prompt == duplicate for prompt in decode_prompts(parts))
     assert 0 < len(kept) < total and manifest.filtered["near_duplicate"] >= total - len(kept)
 
 
@@ -382,18 +414,18 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
         ([{"source": "self", "where": {"a": 1}}], {}, "data.source[0].where", "{a: 1}"),
     ],
 )
-def test_settings_that_cannot_be_used(
+def test_settings_that_cannot_be_used_are_refused(
     tmp_path: Path, source: Any, settings: dict[str, Any], key: str, got: str
 ) -> None:
-    made = config(tmp_path, source, **settings)
+    data_config = make_config(tmp_path, source, **settings)
     with refused(key, got):
-        opened(made, row_target(talkative(ends=-100.0), UNTAGGED))
+        opened(data_config, row_target(build_talkative_target(ends=-100.0), UNTAGGED))
 
 
 @pytest.mark.long  # pico generates
 def test_pico_asks_for_python(tmp_path: Path) -> None:
     target = FrozenTarget.load("pico")
-    settings = config(tmp_path, [{"source": "self", "num_prompts": 6}], max_length=96)
+    settings = make_config(tmp_path, [{"source": "self", "num_prompts": 6}], max_length=96)
     train, _ = opened(settings, RowTarget.from_target(target))
     prompts = {str(target.tokenizer.decode(row["input_ids"])) for row in train}
     assert sum("Write `" in prompt for prompt in prompts) > len(prompts) / 2

@@ -43,7 +43,7 @@ def _parquet(columns: dict[str, list[Any]]) -> bytes:
 EVERYTHING = "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m | tojson }}{% endfor %}"
 
 
-def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
+def load_sources(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
     config = DataConfig(
         source=source, cache_dir=cache_dir and str(cache_dir), loss_mask="all", **settings
     )
@@ -53,13 +53,15 @@ def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) ->
 def load_rows(
     source: Any, split: str, cache_dir: Path | str | None = None, **settings: Any
 ) -> Dataset:
-    (found,) = loaded(source, cache_dir, split=split, **settings)
-    return found.rows
+    (loaded_source,) = load_sources(source, cache_dir, split=split, **settings)
+    return loaded_source.rows
 
 
-def turns_of(row: Mapping[str, Any]) -> Turns | str:
-    (made,) = normalize_row(row, "row 0", tiny_tokenizer())
-    return made["text"] or [(message["role"], message["content"]) for message in made["messages"]]
+def normalize_turns(row: Mapping[str, Any]) -> Turns | str:
+    (normalized,) = normalize_row(row, "row 0", tiny_tokenizer())
+    return normalized["text"] or [
+        (message["role"], message["content"]) for message in normalized["messages"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,8 @@ def turns_of(row: Mapping[str, Any]) -> Turns | str:
         ),
     ],
 )  # fmt: skip
-def test_forms_of_a_row(row: Mapping[str, Any], expected: Turns | str) -> None:
-    assert turns_of(row) == expected
+def test_every_form_of_a_row_is_read(row: Mapping[str, Any], expected: Turns | str) -> None:
+    assert normalize_turns(row) == expected
 
 
 def test_a_row_without_content_gives_nothing() -> None:
@@ -131,8 +133,8 @@ def test_a_row_without_content_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
-def test_local_files(tmp_path: Path, ending: str) -> None:
-    path = written(tmp_path / f"rows.{ending}", [{"text": "a"}, {"text": ""}, {"text": "b"}])
+def test_local_files_load_in_every_format(tmp_path: Path, ending: str) -> None:
+    path = write_rows(tmp_path / f"rows.{ending}", [{"text": "a"}, {"text": ""}, {"text": "b"}])
     assert load_rows(path, "train", cache_dir=str(tmp_path))["text"] == ["a", "b"]
     assert load_rows(path, "train[:1]", cache_dir=str(tmp_path))["text"] == ["a"]
     with refused("data.split", "test"):
@@ -155,23 +157,23 @@ def test_local_files(tmp_path: Path, ending: str) -> None:
         ("alpaca/self_instruct_seed_tasks.jsonl", 175, ["user", "assistant"]),
     ],
 )
-def test_public_datasets(
+def test_public_datasets_load_as_conversations(
     shared_data: Path, tmp_path: Path, name: str, conversations: int, first_roles: Sequence[str]
 ) -> None:
-    found = load_rows(str(shared_data / "train" / name), "train", cache_dir=str(tmp_path))[
-        "messages"
-    ]
-    assert len(found) == conversations and all(
+    conversation_list = load_rows(
+        str(shared_data / "train" / name), "train", cache_dir=str(tmp_path)
+    )["messages"]
+    assert len(conversation_list) == conversations and all(
         message["content"] or message["tool_calls"]
-        for messages in found[:100]
+        for messages in conversation_list[:100]
         for message in messages
     )
-    assert [message["role"] for message in found[0]][: len(first_roles)] == first_roles
+    assert [message["role"] for message in conversation_list[0]][: len(first_roles)] == first_roles
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_what_agents_do_is_read_as_it_is_in_every_format(tmp_path: Path, ending: str) -> None:
-    """No key is added that another row has."""
+def test_turns_of_agents_are_read_unchanged_in_every_format(tmp_path: Path, ending: str) -> None:
+    """A row gets no key that only another row has."""
     calls = [
         [{"type": "function", "function": {"name": name, "arguments": {name: None}}, "id": name}]
         for name in "fg"
@@ -202,20 +204,29 @@ def test_what_agents_do_is_read_as_it_is_in_every_format(tmp_path: Path, ending:
             for call in row["messages"][1]["tool_calls"]:  # type: ignore[index]
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
             row["tools"] = json.dumps(row["tools"])
-    made = load_rows(written(tmp_path / f"rows.{ending}", rows), "train", cache_dir=str(tmp_path))
-    assert made["messages"] == [row["messages"] for row in rows] and made["tools"] == tools
+    dataset = load_rows(
+        write_rows(tmp_path / f"rows.{ending}", rows), "train", cache_dir=str(tmp_path)
+    )
+    assert dataset["messages"] == [row["messages"] for row in rows] and dataset["tools"] == tools
 
 
 def test_texts_next_to_parts_of_text_stay_texts(tmp_path: Path) -> None:
-    """Also one that reads as JSON."""
+    """A text that reads as JSON stays a text, too."""
     answers = ["2", "null", '"q"', '{"a": 1}', "[1]"]
     question = [{"type": "text", "text": "q"}]
     rows = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": it}]}
-        for it in answers
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+        for answer in answers
     ]
-    made = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
-    assert made["messages"] == [[USER, {"role": "assistant", "content": it}] for it in answers]
+    dataset = load_rows(write_rows(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
+    assert dataset["messages"] == [
+        [USER, {"role": "assistant", "content": answer}] for answer in answers
+    ]
 
 
 def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -224,10 +235,13 @@ def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
         {"input_ids": [8, 9], "loss_mask": None, **not_read},
     ]
-    found = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
-    assert found["input_ids"] == [[5, 6, 7], [8, 9]] and found["loss_mask"] == [[0, 1, 1], [1, 1]]
-    assert found["text"] == [tiny_tokenizer().decode(ids) for ids in found["input_ids"]]
-    for wrong, got in (
+    dataset = load_rows(write_rows(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
+    assert dataset["input_ids"] == [[5, 6, 7], [8, 9]] and dataset["loss_mask"] == [
+        [0, 1, 1],
+        [1, 1],
+    ]
+    assert dataset["text"] == [tiny_tokenizer().decode(ids) for ids in dataset["input_ids"]]
+    for bad_row, got in (
         ({"input_ids": [5, 260]}, "260 in input_ids"),
         ({"input_ids": [5], "loss_mask": [1, 1]}, "loss_mask of type list of length 2"),
         ({"input_ids": [5, 6], "loss_mask": [1, True]}, "True in loss_mask"),
@@ -244,7 +258,7 @@ def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
         ),
     ):
         with refused("row 0", got):
-            list(normalize_row(wrong, "row 0", tiny_tokenizer()))
+            list(normalize_row(bad_row, "row 0", tiny_tokenizer()))
 
 
 def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
@@ -256,20 +270,20 @@ def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
         load_rows("pico", "valid")
 
 
-def test_a_list_of_names(tmp_path: Path) -> None:
-    first, second = (written(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
-    found = loaded([first, {"source": second, "weight": 2}], tmp_path)
-    assert [(source.rows["text"][0], source.entry.weight, source.key) for source in found] == [
+def test_a_list_of_names_loads_every_source(tmp_path: Path) -> None:
+    first, second = (write_rows(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
+    loaded = load_sources([first, {"source": second, "weight": 2}], tmp_path)
+    assert [(source.rows["text"][0], source.entry.weight, source.key) for source in loaded] == [
         ("a", 1.0, "data.source[0]"),
         ("b", 2.0, "data.source[1].source"),
     ]
     assert list_source_names([first, {"source": second, "weight": 2}]) == [first, second]
 
 
-def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
-    first, second = (written(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
-    found = loaded([{"source": first, "weight": 2}, {"source": second}], tmp_path)
-    assert [(source.rows["text"][0], source.entry.weight, source.key) for source in found] == [
+def test_a_list_of_sources_keeps_their_weights(tmp_path: Path) -> None:
+    first, second = (write_rows(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
+    loaded = load_sources([{"source": first, "weight": 2}, {"source": second}], tmp_path)
+    assert [(source.rows["text"][0], source.entry.weight, source.key) for source in loaded] == [
         ("a", 2.0, "data.source[0].source"),
         ("b", 1.0, "data.source[1].source"),
     ]
@@ -292,27 +306,27 @@ def test_an_entry_takes_the_rows_that_it_asks_for(
         row("de", 1, 3),
         row("en", 1, 2),
     ]
-    entry = {"source": written(tmp_path / "rows.jsonl", rows)}
+    entry = {"source": write_rows(tmp_path / "rows.jsonl", rows)}
 
-    def taken(**conditions: Any) -> list[str]:
-        (source,) = loaded([{**entry, **conditions}], tmp_path)
+    def take_rows(**conditions: Any) -> list[str]:
+        (source,) = load_sources([{**entry, **conditions}], tmp_path)
         return [
             f"{messages[0]['content']} {len(messages) // 2}" for messages in source.rows["messages"]
         ]
 
     everything = ["en 1 1", "de 1 2", "fr 1 2", "de 2 2", "de 1 3", "en 1 2"]
-    assert taken() == everything
-    assert taken(where={"language": ["en", "de"], "score": 1}) == [
+    assert take_rows() == everything
+    assert take_rows(where={"language": ["en", "de"], "score": 1}) == [
         "en 1 1",
         "de 1 2",
         "de 1 3",
         "en 1 2",
     ]
-    assert taken(min_turns=2) == everything[1:]
-    assert taken(where={"language": "de"}, min_turns=3) == ["de 1 3"]
-    said = "left out 5 of 6 rows of .*, which do not match data.source.0..where and min_turns"
-    assert re.search(said, caplog.text)
-    assert taken() == everything  # each choice is kept on its own
+    assert take_rows(min_turns=2) == everything[1:]
+    assert take_rows(where={"language": "de"}, min_turns=3) == ["de 1 3"]
+    message = "left out 5 of 6 rows of .*, which do not match data.source.0..where and min_turns"
+    assert re.search(message, caplog.text)
+    assert take_rows() == everything  # each choice of rows has its own cache
     for conditions, key, got in (
         ({"where": {"lang": "de"}}, "where", "lang, which is no column of "),
         (
@@ -327,7 +341,7 @@ def test_an_entry_takes_the_rows_that_it_asks_for(
         ),
     ):
         with refused(f"data.source[0].{key}", got):
-            taken(**conditions)
+            take_rows(**conditions)
 
 
 @pytest.mark.parametrize(
@@ -344,13 +358,13 @@ def test_an_entry_takes_the_rows_that_it_asks_for(
     ],
 )
 @pytest.mark.usefixtures("in_empty_folder")
-def test_sources_that_are_named_wrongly(source: Any, key: str, got: str) -> None:
+def test_sources_that_are_named_wrongly_are_refused(source: Any, key: str, got: str) -> None:
     with refused(f"data.source{key}", got):
-        loaded(source)
+        load_sources(source)
 
 
-def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
-    path = written(tmp_path / "chats.jsonl", [{"text": "a"}])
+def test_the_error_of_a_missing_file_suggests_the_nearest_name(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chats.jsonl", [{"text": "a"}])
     with pytest.raises(UserError, match=f"chat.jsonl, which does not exist, .*did you mean {path}"):
         load_rows(str(tmp_path / "chat.jsonl"), "train")
 
@@ -431,7 +445,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ("jsonl", b'{"text": "a"}\n{"text": 4}\n', "rows.jsonl line 2: got text of type int"),
     ],
 )
-def test_files_that_cannot_be_used(
+def test_files_that_cannot_be_used_are_refused(
     tmp_path: Path, ending: str, content: bytes, message: str
 ) -> None:
     path = tmp_path / f"rows.{ending}"
@@ -460,7 +474,7 @@ def test_files_that_cannot_be_used(
         ("README.md", b"---\n: [\n---\n", ", whose split train cannot be read as a data set"),
     ],
 )
-def test_folders_that_cannot_be_used(
+def test_folders_that_cannot_be_used_are_refused(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / "rows").mkdir()
@@ -540,18 +554,18 @@ def test_a_broken_source_ends_a_command_in_one_line(
         (["system", "tool", "user"], "a conversation that begins with tool and not with the user"),
     ],
 )
-def test_conversations_that_cannot_be_used(messages: Any, message: str) -> None:
-    turns = [{"role": it, "content": "c"} if isinstance(it, str) else it for it in messages]
+def test_conversations_that_cannot_be_used_are_refused(messages: Any, message: str) -> None:
+    turns = [{"role": turn, "content": "c"} if isinstance(turn, str) else turn for turn in messages]
     with refused("row 0", message):
-        turns_of(
+        normalize_turns(
             {"messages": messages if isinstance(messages, str) else turns, "tools": [{"name": "f"}]}
         )
 
 
-def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
-    """Only these are read; conditions are on the source's own names."""
+def test_columns_map_the_names_of_a_source_to_ours(tmp_path: Path) -> None:
+    """Only the mapped columns are read; conditions use the source's own names."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path = written(
+    path = write_rows(
         tmp_path / "rows.jsonl", [{"talk": turns, "text": "no", "kind": kind} for kind in "ab"]
     )
     cache = str(tmp_path / "cache")
@@ -562,7 +576,7 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
     ]
     assert load_rows(path, "train", cache_dir=cache)["text"] == ["no", "no"]
     both = [{"source": path, "columns": {"text": "kind"}}, {"source": path}]
-    first, second = loaded(both, cache, columns={"messages": "talk"})
+    first, second = load_sources(both, cache, columns={"messages": "talk"})
     assert first.rows["text"] == ["a", "b"] and second.rows["messages"] == [turns, turns]
     for columns, key, got in (
         ({"messages": "tlak"}, "data.columns", "tlak, which is no column of "),
@@ -572,10 +586,10 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
         with refused(key, got):
             load_rows(path, "train", columns=columns, cache_dir=cache)
     with refused("data.source[0].columns", "b, which is no column"):
-        loaded([{"source": path, "columns": {"text": "b"}}], cache)
+        load_sources([{"source": path, "columns": {"text": "b"}}], cache)
 
 
-def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:
+def test_a_data_set_that_the_hub_lacks_is_an_outside_failure(tmp_path: Path) -> None:
     with pytest.raises(
         ResourceError, match=r"nobody/nothing could not be loaded from the Hub .*; check the id"
     ):
@@ -593,21 +607,21 @@ def test_a_data_set_of_the_hub_is_read_at_its_revision_and_a_file_has_none(
         hub.tag("org/name", "v1.2")
         hub.commit("org/name", {"train.jsonl": b'{"text": "b"}\n'})
         entries = [{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}]
-        assert [source.rows["text"] for source in loaded(entries, tmp_path)] == [["a"], ["b"]]
+        assert [source.rows["text"] for source in load_sources(entries, tmp_path)] == [["a"], ["b"]]
         hub.create("org/broken", {"train.jsonl": b"null\n"})
-        # on which Arrow's reader ends the process
+        # Arrow's reader would end the process at this row.
         with refused("data.source train.jsonl line 1", "a NoneType"):
             load_rows("org/broken", "train", cache_dir=str(tmp_path / "cache"), on_bad_row="stop")
-    path = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
     with refused("data.source[0].revision", "v1.2"):
-        loaded([{"source": str(path), "revision": "v1.2"}])
+        load_sources([{"source": str(path), "revision": "v1.2"}])
 
 
 def test_a_folder_loads_like_a_dataset_of_the_hub(tmp_path: Path) -> None:
     with refused("data.source", tmp_path):
         load_rows(str(tmp_path), "train", cache_dir=str(tmp_path / "cache"))
-    written(tmp_path / "data" / "train.jsonl", [{"text": "a"}])
-    written(tmp_path / "data" / "test.jsonl", [{"text": "b"}])
+    write_rows(tmp_path / "data" / "train.jsonl", [{"text": "a"}])
+    write_rows(tmp_path / "data" / "test.jsonl", [{"text": "b"}])
     assert load_rows(str(tmp_path / "data"), "test", cache_dir=str(tmp_path / "cache"))["text"] == [
         "b"
     ]
@@ -615,7 +629,7 @@ def test_a_folder_loads_like_a_dataset_of_the_hub(tmp_path: Path) -> None:
         load_rows(str(tmp_path / "data"), "tst", cache_dir=str(tmp_path / "cache"))
 
 
-def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
         Dataset.from_list(list(rows)).to_parquet(str(path))
@@ -626,7 +640,7 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(path)
 
 
-def test_sources_are_told_apart_by_what_is_taken_of_them() -> None:
+def test_source_names_tell_splits_and_conditions_apart() -> None:
     assert list_source_names("pico") == ["pico"]
     entries = [
         {"source": "a.jsonl", "weight": 2, "split": "test"},

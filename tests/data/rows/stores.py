@@ -1,4 +1,4 @@
-"""Packed rows of several documents, and stores of them."""
+"""Packed rows of several documents, and stores of their features."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ from specdistill.recipe.sections import HybridStates
 LENGTH = 24
 
 
-def packed(count: int, seed: int = 0) -> Dataset:
-    """Rows of one to three documents, most with some padding."""
+def make_packed_rows(count: int, seed: int = 0) -> Dataset:
+    """Return rows of one to three documents, most with some padding."""
     generator, table = torch.Generator().manual_seed(seed), []
     for index in range(count):
         lengths = (
@@ -38,7 +38,7 @@ def packed(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(table)
 
 
-def origin(stored: str = "float32", **others: object) -> Origin:
+def make_origin(stored: str = "float32", **others: object) -> Origin:
     values = {
         "weights": "a" * 64,
         "tokenizer": "b" * 64,
@@ -49,47 +49,47 @@ def origin(stored: str = "float32", **others: object) -> Origin:
     return Origin(**{"stored": stored, **values, **others})  # type: ignore[arg-type]
 
 
-def feature_of(tokens: Tokens, origin: Origin) -> Tensor:
-    """Random features of a row, the same each time: [A + 1, L, D]."""
+def make_features(tokens: Tokens, origin: Origin) -> Tensor:
+    """Return random features [A + 1, L, D] of a row, the same each time."""
     generator = torch.Generator().manual_seed(int.from_bytes(tokens.key[:6], "little"))
     return torch.randn(origin.num_features, len(tokens), origin.hidden_size, generator=generator)
 
 
-class Counting:
-    """Makes those, and counts the rows that it made."""
+class CountingMaker:
+    """A maker of random features that counts the rows it was given."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin, self.num_made = origin, 0
 
     def __call__(self, rows: Rows) -> list[Tensor]:
         self.num_made += len(rows)
-        return [feature_of(Tokens.from_row(row), self.origin) for row in rows]
+        return [make_features(Tokens.from_row(row), self.origin) for row in rows]
 
 
-def filled(
+def fill_store(
     folder: Path,
     sets: Sequence[Dataset],
-    of: Origin,
+    origin: Origin,
     make: MakeFeatures | None = None,
     max_bytes: int | None = None,
     *,
     force: bool = False,
 ) -> FeatureStore:
-    """In shards of four rows."""
+    """Fill a store in shards of four rows."""
     config = HybridStates(path=str(folder), shard_tokens=4 * LENGTH, max_bytes=max_bytes)
-    return fill(config, sets, of, make or Counting(of), 2, force=force)
+    return fill(config, sets, origin, make or CountingMaker(origin), 2, force=force)
 
 
-def batch_of(
+def collate_batch(
     store: FeatureStore, rows: Dataset, indices: Sequence[int]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """A batch of a store, and the features [B, A + 1, T, D] that it should have."""
+    """Return a batch of a store, and the features [B, A + 1, T, D] that it should have."""
     picked = [rows[index] for index in indices]
     expected = torch.zeros(len(picked), store.origin.num_features, LENGTH, store.origin.hidden_size)
     for row, into in zip(picked, expected, strict=True):
         tokens = Tokens.from_row(row)
         if len(tokens):
-            into[:, : len(tokens)] = feature_of(tokens, store.origin)
+            into[:, : len(tokens)] = make_features(tokens, store.origin)
     batch = store.collate(picked)
     assert all(
         torch.equal(torch.as_tensor(value), torch.as_tensor(batch[name]))

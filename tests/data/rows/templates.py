@@ -133,24 +133,26 @@ TWO_TURNS = [
 THOUGHT = "<think>\nlet me see\n</think>\n\n"
 
 
-def conversations(count: int, seed: int = 0) -> list[Conversation]:
-    """Of one to five exchanges, with white space at both ends of some turns, empty answers,
-    thoughts, tools and a system's message."""
+def make_conversations(count: int, seed: int = 0) -> list[Conversation]:
+    """Return conversations of one to five exchanges; some have white space at the ends of turns,
+    empty answers, thoughts, tools and a system message."""
     generator = random.Random(seed)
 
-    def said() -> str:
+    def make_text() -> str:
         text = " ".join(generator.choices(WORDS, k=generator.randint(1, 6)))
         return generator.choice(["", " ", "\n"]) + text + generator.choice(["", " ", "\n", " \n\n"])
 
-    made = []
+    chats = []
     for _ in range(count):
-        turns = [("system", said())] if generator.random() < 0.3 else []
+        turns = [("system", make_text())] if generator.random() < 0.3 else []
         for _ in range(generator.randint(1, 5)):
-            turns.append(("user", said()))
+            turns.append(("user", make_text()))
             if generator.random() < 0.1:
-                turns += [("assistant", said()), ("tool", said())]
-            answer = generator.choice([said(), said(), said(), THOUGHT + said(), ""])
+                turns += [("assistant", make_text()), ("tool", make_text())]
+            answer = generator.choice(
+                [make_text(), make_text(), make_text(), THOUGHT + make_text(), ""]
+            )
             turns.append(("assistant", answer))
-        turns += [("user", said())] if generator.random() < 0.2 else []
-        made.append([{"role": role, "content": content} for role, content in turns])
-    return made
+        turns += [("user", make_text())] if generator.random() < 0.2 else []
+        chats.append([{"role": role, "content": content} for role, content in turns])
+    return chats

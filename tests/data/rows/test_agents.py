@@ -1,5 +1,5 @@
-"""Conversations of agents by templates in the manner of five families: tokens written by hand, and
-those of `apply_chat_template`."""
+"""Conversations of agents in templates like those of five families, compared with tokens written by
+hand and with `apply_chat_template`."""
 
 import json
 import random
@@ -45,11 +45,11 @@ THREE = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "It 
 WORDS = ["ü", "“q”", "x < y & z", "a\nb"]
 
 
-def thinking(message: dict[str, Any], thought: str = "hm") -> dict[str, Any]:
+def add_reasoning(message: dict[str, Any], thought: str = "hm") -> dict[str, Any]:
     return {**message, "reasoning_content": thought}
 
 
-def called(arguments: Any, content: str | None = None) -> dict[str, Any]:
+def make_call(arguments: Any, content: str | None = None) -> dict[str, Any]:
     return {
         "role": "assistant",
         "content": content,
@@ -68,7 +68,7 @@ IN_ANOTHER_ORDER = [
 ]
 QUOTED: list[dict[str, Any]] = [
     {"role": "user", "content": 'Add “1” in 日本語, "please".'},
-    called({"q": '“ü” "日本"\n</x> & é\\'}),
+    make_call({"q": '“ü” "日本"\n</x> & é\\'}),
     {"role": "tool", "content": '{"r": "é \\"2\\""}'},
     {"role": "assistant", "content": '“é”\n"2"'},
 ]
@@ -79,18 +79,18 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "an answer": ([USER, ANSWER], None),
     "a system message": ([SYSTEM, USER, ANSWER, MORE, BYE], None),
     "messages of the system and of a developer": ([SYSTEM, DEVELOPER, USER, ANSWER], None),
-    "a developer's message": ([DEVELOPER, USER, thinking(CALL), RESULT, ANSWER], [SCHEMA]),
+    "a developer's message": ([DEVELOPER, USER, add_reasoning(CALL), RESULT, ANSWER], [SCHEMA]),
     "a question at the end": ([USER, ANSWER, MORE], None),
     "tools that nobody calls": ([SYSTEM, USER, ANSWER], [SCHEMA]),
     "a call and another question": (WHOLE, [SCHEMA]),
     "a call at the end": ([USER, CALL], [SCHEMA]),
-    "a call after a result": ([USER, CALL, RESULT, called({"a": 2}), *THREE], [SCHEMA]),
-    "words before a call": ([USER, called({"a": 1}, "Let me add."), RESULT, ANSWER], [SCHEMA]),
+    "a call after a result": ([USER, CALL, RESULT, make_call({"a": 2}), *THREE], [SCHEMA]),
+    "words before a call": ([USER, make_call({"a": 1}, "Let me add."), RESULT, ANSWER], [SCHEMA]),
     "a call without arguments, and no result": (
-        [USER, called({}, ""), {**RESULT, "content": ""}, ANSWER],
+        [USER, make_call({}, ""), {**RESULT, "content": ""}, ANSWER],
         [SCHEMA],
     ),
-    "nested arguments": ([USER, called(NESTED), RESULT, ANSWER], [SCHEMA]),
+    "nested arguments": ([USER, make_call(NESTED), RESULT, ANSWER], [SCHEMA]),
     "quotes and other alphabets": (QUOTED, [SCHEMA]),
     "two calls, and their results in another order": (
         [
@@ -101,28 +101,31 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
         ],
         [SCHEMA, FIND],
     ),
-    "reasoning": ([USER, thinking(ANSWER)], None),
-    "reasoning in two exchanges": ([USER, thinking(ANSWER), MORE, thinking(BYE, "well")], None),
+    "reasoning": ([USER, add_reasoning(ANSWER)], None),
+    "reasoning in two exchanges": (
+        [USER, add_reasoning(ANSWER), MORE, add_reasoning(BYE, "well")],
+        None,
+    ),
     "reasoning after each result": (
         [
             USER,
-            thinking(CALL),
+            add_reasoning(CALL),
             RESULT,
-            thinking(called({"a": 2}), "well"),
+            add_reasoning(make_call({"a": 2}), "well"),
             THREE[0],
-            thinking(THREE[1], "so"),
+            add_reasoning(THREE[1], "so"),
         ],
         [SCHEMA],
     ),
     "reasoning and words before a call": (
-        [USER, thinking(called({"a": 1}, "Let me add.")), RESULT, ANSWER],
+        [USER, add_reasoning(make_call({"a": 1}, "Let me add.")), RESULT, ANSWER],
         [SCHEMA],
     ),
 }
 
 
-def by_hand(family: str) -> dict[str, list[str]]:
-    """name of a conversation -> its documents, of which the loss is on what is between «»."""
+def read_hand_written(family: str) -> dict[str, list[str]]:
+    """Return the documents of each conversation by its name; the loss is on text between «»."""
     text = (Path(__file__).parent / "by_hand" / f"{family}.txt").read_text(encoding="utf-8")
     _, *parts = re.split(r"^== (.*)\n", text, flags=re.MULTILINE)
     return {
@@ -132,11 +135,13 @@ def by_hand(family: str) -> dict[str, list[str]]:
 
 
 BY_HAND = [
-    (family, name, documents) for family in TEMPLATES for name, documents in by_hand(family).items()
+    (family, name, documents)
+    for family in TEMPLATES
+    for name, documents in read_hand_written(family).items()
 ]
 
 
-def encoded(
+def encode_row(
     tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], loss_mask: str = "assistant"
 ) -> dict[str, list[Any]]:
     (row,) = normalize_row(raw, "row 0", tokenizer)
@@ -145,40 +150,43 @@ def encoded(
 
 
 @pytest.mark.parametrize(("family", "name", "documents"), BY_HAND)
-def test_tokens_and_their_loss_are_what_one_writes_by_hand(
+def test_tokens_and_their_loss_equal_hand_written_ones(
     family: str, name: str, documents: list[str]
 ) -> None:
     tokenizer, (messages, tools) = tiny_tokenizer(TEMPLATES[family]), CONVERSATIONS[name]
-    made = encoded(tokenizer, {"messages": messages, "tools": tools})
-    assert len(made["input_ids"]) == len(documents)
-    for document, ids, mask in zip(documents, made["input_ids"], made["loss_mask"], strict=True):
+    encoded_row = encode_row(tokenizer, {"messages": messages, "tools": tools})
+    assert len(encoded_row["input_ids"]) == len(documents)
+    for document, ids, mask in zip(
+        documents, encoded_row["input_ids"], encoded_row["loss_mask"], strict=True
+    ):
         pieces = [
-            (said, number % 2) for number, said in enumerate(document.replace("»", "«").split("«"))
+            (piece, number % 2)
+            for number, piece in enumerate(document.replace("»", "«").split("«"))
         ]
-        assert tokenizer.decode(ids) == "".join(said for said, _ in pieces)
-        assert ids.tolist() == tokenizer("".join(said for said, _ in pieces))["input_ids"]
+        assert tokenizer.decode(ids) == "".join(piece for piece, _ in pieces)
+        assert ids.tolist() == tokenizer("".join(piece for piece, _ in pieces))["input_ids"]
         assert mask.tolist() == [
-            flag for said, flag in pieces for _ in tokenizer(said)["input_ids"]
+            flag for piece, flag in pieces for _ in tokenizer(piece)["input_ids"]
         ]
-    everything = encoded(tokenizer, {"messages": messages, "tools": tools}, "all")
+    everything = encode_row(tokenizer, {"messages": messages, "tools": tools}, "all")
     assert all(mask.all() for mask in everything["loss_mask"])
 
 
-def agent(generator: random.Random, family: str) -> dict[str, Any]:
-    """A row with calls, their results and reasoning, its marks [[a…]] in what the assistant says
-    and [[o…]] in what others do."""
+def make_agent_row(generator: random.Random, family: str) -> dict[str, Any]:
+    """Return a row with calls, their results and reasoning. The assistant's texts are marked [[a…]]
+    and those of others [[o…]]."""
     marks = iter(range(1000))
 
-    def said(by: str) -> str:
+    def make_text(by: str) -> str:
         return f"[[{by}{next(marks)}]] {generator.choice(WORDS)}."
 
     turns: list[dict[str, Any]] = (
-        [{"role": "system", "content": said("o")}] if generator.random() < 0.5 else []
+        [{"role": "system", "content": make_text("o")}] if generator.random() < 0.5 else []
     )
     for _ in range(generator.randint(1, 3)):
-        turns.append({"role": "user", "content": said("o")})
+        turns.append({"role": "user", "content": make_text("o")})
         for _ in range(generator.randint(0, 2)):
-            arguments: Any = {"n": said("a").replace("\n", " "), "deep": {"x": [1, None]}}
+            arguments: Any = {"n": make_text("a").replace("\n", " "), "deep": {"x": [1, None]}}
             arguments = (
                 json.dumps(arguments, ensure_ascii=False) if family == "deepseek" else arguments
             )
@@ -187,19 +195,19 @@ def agent(generator: random.Random, family: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {"name": "add", "arguments": arguments},
             }
-            content = said("a") if family == "deepseek" or generator.random() < 0.3 else None
+            content = make_text("a") if family == "deepseek" or generator.random() < 0.3 else None
             turns.append({"role": "assistant", "content": content, "tool_calls": [call]})
             turns.append(
                 {
                     "role": "tool",
-                    "content": said("o").replace("\n", " "),
+                    "content": make_text("o").replace("\n", " "),
                     "tool_call_id": call["id"],
                 }
             )
-        turns.append({"role": "assistant", "content": said("a")})
+        turns.append({"role": "assistant", "content": make_text("a")})
     for turn in turns:
         if turn["role"] == "assistant" and family in REASONING and generator.random() < 0.5:
-            turn[REASONING[family]] = said("a")
+            turn[REASONING[family]] = make_text("a")
     return {
         "messages": turns,
         "tools": [SCHEMA] if any("tool_calls" in turn for turn in turns) else None,
@@ -207,29 +215,31 @@ def agent(generator: random.Random, family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_tokens_are_those_of_the_target_s_own_template(family: str) -> None:
-    """Of each turn of 40 conversations, which carries loss once, as it was generated: marks say
-    whose tokens these are."""
+def test_each_turn_has_the_tokens_of_the_template_and_carries_loss_once(family: str) -> None:
+    """The marks in the texts show that exactly the assistant's texts carry loss, in each of 40
+    conversations."""
     tokenizer, generator = tiny_tokenizer(TEMPLATES[family]), random.Random(family)
     for _ in range(40):
-        row = agent(generator, family)
-        made = encoded(tokenizer, row)
-        texts = [str(tokenizer.decode(ids)) for ids in made["input_ids"]]
+        row = make_agent_row(generator, family)
+        encoded_row = encode_row(tokenizer, row)
+        texts = [str(tokenizer.decode(ids)) for ids in encoded_row["input_ids"]]
         turns = [
             number for number, turn in enumerate(row["messages"]) if turn["role"] == "assistant"
         ]
         for turn in turns:
-            given: dict[str, Any] = {"tools": row["tools"], "tokenize": False}
+            options: dict[str, Any] = {"tools": row["tools"], "tokenize": False}
             prompt = str(
                 tokenizer.apply_chat_template(
-                    row["messages"][:turn], add_generation_prompt=True, **given
+                    row["messages"][:turn], add_generation_prompt=True, **options
                 )
             )
-            done = str(tokenizer.apply_chat_template(row["messages"][: turn + 1], **given)).rstrip()
+            done = str(
+                tokenizer.apply_chat_template(row["messages"][: turn + 1], **options)
+            ).rstrip()
             # a final answer, before which gpt-oss's template drops what was read
             if not done.startswith(prompt):
                 assert family == "harmony"
-                said, thought = (
+                content, thought = (
                     row["messages"][turn]["content"],
                     row["messages"][turn].get("thinking"),
                 )
@@ -238,20 +248,22 @@ def test_tokens_are_those_of_the_target_s_own_template(family: str) -> None:
                     if thought
                     else ""
                 )
-                done = f"{prompt}{analysis}<|channel|>final<|message|>{said}<|return|>"
+                done = f"{prompt}{analysis}<|channel|>final<|message|>{content}<|return|>"
             assert any(text.startswith(done) for text in texts)
         whole: Any = tokenizer.apply_chat_template(row["messages"], tools=row["tools"])
-        assert family == "harmony" or made["input_ids"][-1].tolist() == whole["input_ids"]
+        assert family == "harmony" or encoded_row["input_ids"][-1].tolist() == whole["input_ids"]
         learned = ""
-        for ids, mask in zip(made["input_ids"], made["loss_mask"], strict=True):
+        for ids, mask in zip(encoded_row["input_ids"], encoded_row["loss_mask"], strict=True):
             learned += str(
                 tokenizer.decode(
                     [token for token, flag in zip(ids.tolist(), mask.tolist(), strict=True) if flag]
                 )
             )
-        own = json.dumps([turn for turn in row["messages"] if turn["role"] == "assistant"])
+        assistant_json = json.dumps(
+            [turn for turn in row["messages"] if turn["role"] == "assistant"]
+        )
         assert sorted(part.split("]]")[0] for part in learned.split("[[")[1:]) == sorted(
-            part.split("]]")[0] for part in own.split("[[")[1:]
+            part.split("]]")[0] for part in assistant_json.split("[[")[1:]
         )
 
 
@@ -270,9 +282,9 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}</s>{% endfor
             {"messages": WHOLE, "tools": [SCHEMA]},
             "a chat template that changes the assistant's content",
         ),
-        (PLAIN, {"messages": [USER, thinking(ANSWER)]},
+        (PLAIN, {"messages": [USER, add_reasoning(ANSWER)]},
             "reasoning which the chat template ignores"),
-        (TEMPLATES["hermes"], {"messages": [USER, thinking(ANSWER)]},
+        (TEMPLATES["hermes"], {"messages": [USER, add_reasoning(ANSWER)]},
             "reasoning which the chat template ignores"),
         (TEMPLATES["hermes"], {"messages": [SYSTEM, DEVELOPER, USER, ANSWER]},
             "messages of the system, e.g. number 1, which the chat template ignores"),
@@ -281,11 +293,11 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}</s>{% endfor
                 "turns user"),
     ],
 )  # fmt: skip
-def test_what_a_template_cannot_express_is_refused_by_name(
+def test_a_row_that_the_template_cannot_express_is_refused_by_name(
     template: str, row: dict[str, Any], got: str
 ) -> None:
     with refused("data.source row 1", got):
-        encoded(tiny_tokenizer(template), row)
+        encode_row(tiny_tokenizer(template), row)
 
 
 def test_a_file_that_is_no_template_is_refused_before_any_row(tmp_path: Path) -> None:
@@ -299,7 +311,7 @@ def test_a_file_that_is_no_template_is_refused_before_any_row(tmp_path: Path) ->
 
 
 def test_tokens_around_calls_and_reasoning_are_no_sign_of_a_fault() -> None:
-    """But those of headers and the end are."""
+    """Tokens of headers and of the end of a turn remain a sign of a fault."""
     template = (
         TEMPLATES["qwen3"]
         .replace("<|im_start|>", "<|user|>")
@@ -314,9 +326,9 @@ def test_tokens_around_calls_and_reasoning_are_no_sign_of_a_fault() -> None:
 
 
 def test_arguments_are_given_as_the_template_takes_them() -> None:
-    """As an object or its text, whichever the row has; and a text stays as it is where a template
-    takes both."""
-    for family, given, written in (
+    """A template gets an object or its text, whichever the row has; a text stays as it is if the
+    template takes both."""
+    for family, arguments, rendered in (
         ("hermes", '{"b":2}', '"arguments": {"b": 2}'),
         ("qwen3", '{"b":2}', '"arguments": {"b":2}'),
         ("harmony", '{"b":2}', '<|message|>{"b": 2}<|call|>'),
@@ -326,9 +338,9 @@ def test_arguments_are_given_as_the_template_takes_them() -> None:
         call = {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"function": {"name": "add", "arguments": given}}],
+            "tool_calls": [{"function": {"name": "add", "arguments": arguments}}],
         }
-        assert written in render_chat(
+        assert rendered in render_chat(
             tiny_tokenizer(TEMPLATES[family]), [USER, call], tools=[SCHEMA]
         )
     printed = (

@@ -32,13 +32,13 @@ KINDS = {
 }
 
 
-def read(path: Path, cache: Path, **settings: Any) -> Any:
+def read_source(path: Path, cache: Path, **settings: Any) -> Any:
     config = DataConfig(source=str(path), cache_dir=str(cache), **settings)
     (source,) = load_sources(config, TOKENIZER)
     return source
 
 
-def turns(*roles_and_texts: str) -> dict[str, Any]:
+def make_row(*roles_and_texts: str) -> dict[str, Any]:
     pairs = zip(roles_and_texts[::2], roles_and_texts[1::2], strict=True)
     return {"messages": [{"role": role, "content": text} for role, text in pairs]}
 
@@ -46,40 +46,42 @@ def turns(*roles_and_texts: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "generate", [{}, {"regenerate": {"num_tokens": 1000}}], ids=["as they are", "generated"]
 )
-def test_every_kind_is_counted_with_its_line(
+def test_every_kind_of_bad_row_is_counted_with_its_line(
     shared_data: Path, tmp_path: Path, generate: dict[str, Any]
 ) -> None:
     path = shared_data / "cases" / "bad_rows.jsonl"
-    source = read(path, tmp_path, max_bad_rows=0.2, **generate)
+    source = read_source(path, tmp_path, max_bad_rows=0.2, **generate)
     assert source.num_read == 49 and len(source.rows) == 49 - len(KINDS)
     assert {kind: rows.count for kind, rows in source.bad_rows.items()} == dict.fromkeys(KINDS, 1)
     for kind, line in KINDS.items():
         assert source.bad_rows[kind].first.startswith(f"bad_rows.jsonl line {line}:")
-    mapped = read(path, tmp_path, max_bad_rows=0.2, roles={"orca-7b": "assistant"}, **generate)
+    mapped = read_source(
+        path, tmp_path, max_bad_rows=0.2, roles={"orca-7b": "assistant"}, **generate
+    )
     assert len(mapped.rows) == 49 - len(KINDS) + 1
-    # The empty row is told, and does not count: 5 of 49 are faults.
+    # The empty row is listed but is no fault: 5 of 49 are faults.
     with pytest.raises(UserError, match=r"5 of 49 rows .*10.2%.* more than data.max_bad_rows=0.05"):
-        read(path, tmp_path, **generate)
-    read(path, tmp_path, max_bad_rows=5 / 49, **generate)
+        read_source(path, tmp_path, **generate)
+    read_source(path, tmp_path, max_bad_rows=5 / 49, **generate)
     with pytest.raises(
         UserError,
         match=(
             r"bad_rows.jsonl line 4: got the role 'orca-7b', .* or data.roles={orca-7b: assistant}"
         ),
     ):
-        read(path, tmp_path, on_bad_row="stop", **generate)
+        read_source(path, tmp_path, on_bad_row="stop", **generate)
 
 
 def test_the_template_decides_which_orders_of_turns_are_conversations(
     shared_data: Path, tmp_path: Path
 ) -> None:
     rows = [GOOD] * 30 + [
-        turns("user", "a", "user", "b", "assistant", "c"),
-        turns("user", "a", "assistant", "b", "system", "c"),
+        make_row("user", "a", "user", "b", "assistant", "c"),
+        make_row("user", "a", "assistant", "b", "system", "c"),
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert len(read(path, tmp_path).rows) == 32
+    assert len(read_source(path, tmp_path).rows) == 32
     strict = tiny_tokenizer((shared_data / "cases" / "strict.jinja").read_text())
     config = DataConfig(source=str(path), cache_dir=str(tmp_path), max_bad_rows=0.1)
     (source,) = load_sources(config, strict)
@@ -88,8 +90,8 @@ def test_the_template_decides_which_orders_of_turns_are_conversations(
 
 
 def test_lines_that_are_no_objects_do_not_move_the_numbers_of_the_others(tmp_path: Path) -> None:
-    """Blank lines, `null`, another value, bytes that are not UTF-8: Arrow's reader would end the
-    process on some of these."""
+    """Other lines are blank, `null`, another value or not UTF-8; Arrow's reader would end the
+    process at some of these."""
     good = json.dumps(GOOD).encode()
     lines = [
         good,
@@ -103,7 +105,7 @@ def test_lines_that_are_no_objects_do_not_move_the_numbers_of_the_others(tmp_pat
     ]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([*lines, *[good] * 60]) + b"\n")
-    source = read(path, tmp_path, max_bad_rows=0.1)
+    source = read_source(path, tmp_path, max_bad_rows=0.1)
     assert (source.num_read, len(source.rows)) == (7 + 60, 2 + 60)
     assert source.bad_rows[NO_OBJECT] == BadRows(
         count=4, first="rows.jsonl line 3: a NoneType, which is no object"
@@ -115,7 +117,7 @@ def test_lines_that_are_no_objects_do_not_move_the_numbers_of_the_others(tmp_pat
         "rows.jsonl line 7",
         "rows.jsonl line 9",
     ]
-    part = read(path, tmp_path, split="train[3:]")
+    part = read_source(path, tmp_path, split="train[3:]")
     assert (part.num_read, part.bad_rows, part.rows["place"][0]) == (60, {}, "rows.jsonl line 9")
 
 
@@ -123,7 +125,7 @@ def test_lines_that_are_no_objects_do_not_move_the_numbers_of_the_others(tmp_pat
 def test_rows_of_other_formats_are_numbered_from_1(name: str, tmp_path: Path) -> None:
     from datasets import Dataset
 
-    rows = [*[GOOD] * 30, turns("orca", "a"), GOOD]
+    rows = [*[GOOD] * 30, make_row("orca", "a"), GOOD]
     path = tmp_path / name
     if name == "rows.json":
         path.write_text(json.dumps(rows))
@@ -131,9 +133,11 @@ def test_rows_of_other_formats_are_numbered_from_1(name: str, tmp_path: Path) ->
         Dataset.from_list(rows).to_parquet(str(path))
     else:
         path.mkdir()
-        for part, some in (("a", rows[:20]), ("b", rows[20:])):
-            (path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    (bad_rows,) = read(path, tmp_path / "cache").bad_rows.values()
+        for part, part_rows in (("a", rows[:20]), ("b", rows[20:])):
+            (path / f"{part}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in part_rows)
+            )
+    (bad_rows,) = read_source(path, tmp_path / "cache").bad_rows.values()
     place = "b.jsonl line 11" if name == "folder" else f"{name} row 31"
     assert bad_rows == BadRows(count=1, first=f"{place}: the role 'orca'")
 
@@ -145,14 +149,14 @@ def test_one_float_does_not_spoil_the_other_rows_of_token_ids(tmp_path: Path) ->
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = read(path, tmp_path)
+    source = read_source(path, tmp_path)
     assert source.rows["input_ids"] == [[5, 6, 7, 8]] * 30
     assert [rows.first for rows in source.bad_rows.values()] == [
         "rows.jsonl line 31: 6.5 in input_ids"
     ]
 
 
-def test_what_is_no_role_of_a_conversation_is_refused() -> None:
+def test_a_role_that_no_conversation_has_is_refused() -> None:
     with refused("data.roles", "orca-7b: bot"):
         DataConfig(roles={"orca-7b": "bot"})
 
@@ -180,20 +184,20 @@ def test_the_manifest_and_the_tables_list_what_was_skipped_and_cut(
         "data.max_bad_rows=0.2",
         *keys,
     )
-    made = specdistill("data", "make", *arguments, "--json")
-    assert made.returncode == ExitCode.DONE, made.stderr
-    manifest = json.loads(made.stdout)
+    result = specdistill("data", "make", *arguments, "--json")
+    assert result.returncode == ExitCode.DONE, result.stderr
+    manifest = json.loads(result.stdout)
     (source,) = manifest["sources"]
     assert {kind: rows["count"] for kind, rows in source["bad_rows"].items()} == dict.fromkeys(
         KINDS, 1
     )
     shown = specdistill("data", "show", *arguments)
     for text in ("orca-7b", "line 4", "line 36"):
-        assert text in made.stderr and text in shown.stdout
+        assert text in result.stderr and text in shown.stdout
     if "data.regenerate=null" not in keys:
         generation = manifest["generation"]
         assert generation["cut_answers"] == generation["answers"] > 0
         assert (
-            "were cut at data.max_length=160" in made.stderr
+            "were cut at data.max_length=160" in result.stderr
             and "cut at data.max_length" in shown.stdout
         )

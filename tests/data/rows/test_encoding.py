@@ -28,7 +28,7 @@ from tests.data.rows.templates import (
     UNTAGGED_TEMPLATES,
     WITHOUT_TURN_ENDS,
     Conversation,
-    conversations,
+    make_conversations,
 )
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
@@ -42,7 +42,7 @@ def encode(
     loss_mask: str = "assistant",
     max_length: int = LONG,
 ) -> list[dict[str, Any]]:
-    """Documents of rows, each a text or a conversation."""
+    """Return the documents of rows, each of which is a text or a conversation."""
     forms = [
         (
             {"text": row}
@@ -54,28 +54,31 @@ def encode(
         for row in rows
     ]
     encoder, nothing = Encoder(tokenizer, loss_mask, max_length), dict.fromkeys(COLUMNS)
-    made = [
+    documents = [
         document
         for number, form in enumerate(forms)
         for document in encoder({**nothing, **form}, number)
     ]
     return [
-        {name: getattr(value, "tolist", lambda value=value: value)() for name, value in one.items()}
-        for one in made
+        {
+            name: getattr(value, "tolist", lambda value=value: value)()
+            for name, value in document.items()
+        }
+        for document in documents
     ]
 
 
-def masked(tokenizer: PreTrainedTokenizerBase, document: dict[str, Any]) -> str:
-    """The loss tokens as text."""
+def decode_loss_tokens(tokenizer: PreTrainedTokenizerBase, document: dict[str, Any]) -> str:
+    """Return the tokens that carry loss as a text."""
     pairs = zip(document["input_ids"], document["loss_mask"], strict=True)
     return str(tokenizer.decode([token for token, flag in pairs if flag]))
 
 
-def ids_of(text: str) -> list[int]:
+def tokenize(text: str) -> list[int]:
     return list(tiny_tokenizer()(text)["input_ids"])
 
 
-def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
+def test_the_mask_of_two_turns_equals_a_hand_written_one() -> None:
     (encoded,) = encode(tiny_tokenizer(TAGGED), [TWO_TURNS])
     pieces = [
         ("<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n", 0),
@@ -83,8 +86,8 @@ def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
         ("<|user|>\nBye<|end|><|assistant|>\n", 0),
         ("Bye, assistant!\n<|end|>", 1),
     ]
-    assert encoded["input_ids"] == [token for text, _ in pieces for token in ids_of(text)]
-    assert encoded["loss_mask"] == [flag for text, flag in pieces for _ in ids_of(text)]
+    assert encoded["input_ids"] == [token for text, _ in pieces for token in tokenize(text)]
+    assert encoded["loss_mask"] == [flag for text, flag in pieces for _ in tokenize(text)]
     assert (
         encoded["length"] == len(encoded["input_ids"])
         and not encoded["is_text"]
@@ -95,7 +98,7 @@ def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
 def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: str) -> None:
     tokenizer, num_checked = tiny_tokenizer(UNTAGGED_TEMPLATES[name]), 0
-    for messages in conversations(60):
+    for messages in make_conversations(60):
         try:
             documents = build_turn_documents(tokenizer, messages)
         except UserError:  # roles that this template does not take, or a thought that it drops
@@ -104,9 +107,9 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
             any(start < end for start, end in spans) for _, spans in documents
         ):  # an empty answer, and nothing that ends it
             continue
-        for made, (whole, spans) in zip(encode(tokenizer, [messages]), documents, strict=True):
+        for encoded, (whole, spans) in zip(encode(tokenizer, [messages]), documents, strict=True):
             offsets = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
-            assert made["loss_mask"] == [
+            assert encoded["loss_mask"] == [
                 int(any(left < end and start < right for start, end in spans))
                 for left, right in offsets
             ]
@@ -142,12 +145,12 @@ def test_the_assistant_s_turns_are_found(
     assert [whole[start:end] for whole, spans in documents for start, end in spans] == expected
 
 
-def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
-    tokenizer, said = (
+def test_a_prompt_ends_where_the_assistant_begins() -> None:
+    tokenizer, rendered = (
         tiny_tokenizer(TAGGED),
         "<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n",
     )
-    assert tokenize_prompt(tokenizer, TWO_TURNS[:2]) == tokenizer(said)["input_ids"]
+    assert tokenize_prompt(tokenizer, TWO_TURNS[:2]) == tokenizer(rendered)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -155,15 +158,16 @@ def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
     [
         TWO_TURNS,
         [{"role": "user", "content": "say it again: Hi"}, {"role": "assistant", "content": "Hi"}],
-        *conversations(20, seed=1),
+        *make_conversations(20, seed=1),
     ],
 )
-def test_turns_that_are_found_and_generation_tags_agree(messages: Conversation) -> None:
-    """With the marks that transformers takes from tags."""
-    (made,) = encode(tiny_tokenizer(TAGGED), [messages])
+def test_masks_equal_those_that_transformers_takes_from_generation_tags(
+    messages: Conversation,
+) -> None:
+    (encoded,) = encode(tiny_tokenizer(TAGGED), [messages])
     options: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
     tagged: Any = tiny_tokenizer(TAGGED).apply_chat_template(messages, **options)
-    assert (made["input_ids"], made["loss_mask"]) == (
+    assert (encoded["input_ids"], encoded["loss_mask"]) == (
         tagged["input_ids"],
         tagged["assistant_masks"],
     )
@@ -174,7 +178,7 @@ SILENT = (
     " endfor %}"
 )
 SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-SAID = [
+FOUR_TURNS = [
     {"role": role, "content": f"What {role} {place} says."}
     for place, role in enumerate(("user", "assistant") * 2)
 ]
@@ -189,16 +193,16 @@ SAID = [
 )
 def test_a_template_that_cannot_be_masked_is_refused(template: str, message: str) -> None:
     with pytest.raises(UserError, match=f"^data.source row 1: got a chat template that {message}"):
-        encode(tiny_tokenizer(template), [SAID])
-    encode(tiny_tokenizer(template), [SAID], "all")
+        encode(tiny_tokenizer(template), [FOUR_TURNS])
+    encode(tiny_tokenizer(template), [FOUR_TURNS], "all")
 
 
-def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
+def test_a_template_that_takes_single_questions_only_is_accepted() -> None:
     single = (
         "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + CHATML
     )
     assert (
-        masked(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0])
+        decode_loss_tokens(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0])
         == "Hello — you?<|im_end|>"
     )
 
@@ -211,7 +215,7 @@ def test_a_template_that_fails_is_refused(wrong: str) -> None:
         encode(tiny_tokenizer(wrong), [TWO_TURNS[1:3]])
 
 
-def test_masks_of_none_or_all_show_the_rendered_text() -> None:
+def test_a_mask_of_no_or_every_token_is_refused_with_the_rendered_text() -> None:
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with refused("data.source row 1", "a prompt without an answer, 'Hi'"):
         encode(tokenizer, [[{"role": "user", "content": "Hi"}]])
@@ -234,14 +238,14 @@ def test_conversations_need_a_template_that_takes_them() -> None:
 def test_texts_end_with_the_end_token_and_carry_loss_everywhere() -> None:
     first, second = encode(tiny_tokenizer(), ["abc", "abc<|endoftext|>"])
     assert (
-        first["input_ids"] == [*ids_of("abc"), 0] == second["input_ids"]
+        first["input_ids"] == [*tokenize("abc"), 0] == second["input_ids"]
         and first["loss_mask"] == [1] * 4
     )
     assert first["is_text"] and (first["row"], second["row"]) == (0, 1)
 
 
 def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
-    """Each document begins with the system's message; all answers are there, once."""
+    """Each document begins with the system message, and each answer is in one document."""
     tokenizer = tiny_tokenizer(CHATML)
     system = [{"role": "system", "content": "Be brief."}]
     turns = chat(*(f"{kind} {number}" for number in range(10) for kind in ("question", "answer")))[
@@ -258,7 +262,7 @@ def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
         300 < document["length"] == len(document["input_ids"]) <= 400 for document in parts[:2]
     )
     assert all(tokenizer.decode(document["input_ids"]).startswith(start) for document in parts)
-    assert "".join(masked(tokenizer, part) for part in parts) == "".join(
+    assert "".join(decode_loss_tokens(tokenizer, part) for part in parts) == "".join(
         f"answer {number}<|im_end|>" for number in range(10)
     )
     whole = encode(tokenizer, [system + turns])[0]["length"]
@@ -266,19 +270,19 @@ def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
 
 
 def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_filtered() -> None:
-    """What is filtered of it is counted by a document without tokens."""
+    """A document without tokens stands for each exchange that is filtered."""
     tokenizer = tiny_tokenizer(CHATML)
-    said = ("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2")
-    one, called, long, two = (chat(*pair)["messages"] for pair in said)
+    pairs = ("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2")
+    one, call, long, two = (chat(*pair)["messages"] for pair in pairs)
     tools = [
-        *called,
+        *call,
         {"role": "tool", "content": "x" * 400},
         {"role": "assistant", "content": "done"},
     ]
     turns = [*one, *tools, *long, *two]
     documents = encode(tokenizer, [turns], max_length=200)
     kept = [document for document in documents if document["input_ids"]]
-    assert [masked(tokenizer, document) for document in kept] == [
+    assert [decode_loss_tokens(tokenizer, document) for document in kept] == [
         "1<|im_end|>",
         "call<|im_end|>",
         "2<|im_end|>",
@@ -296,7 +300,9 @@ def test_a_turn_of_weight_0_is_read_and_not_learned(template: str) -> None:
     unweighted = encode(tokenizer, [chat("one", "1", "two", "2", "three", "3")])
     for max_length in (LONG, unweighted[-1]["length"] - 1):  # whole, and cut
         documents = encode(tokenizer, [row], max_length=max_length)
-        assert re.findall(r"\d", "".join(masked(tokenizer, it) for it in documents)) == ["2", "3"]
+        assert re.findall(
+            r"\d", "".join(decode_loss_tokens(tokenizer, document) for document in documents)
+        ) == ["2", "3"]
     assert encode(tokenizer, [row])[-1]["input_ids"] == unweighted[-1]["input_ids"]
     assert sum(encode(tokenizer, [row], "all")[-1]["loss_mask"]) == unweighted[-1]["length"]
     with refused(
@@ -307,58 +313,66 @@ def test_a_turn_of_weight_0_is_read_and_not_learned(template: str) -> None:
 
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
 def test_no_document_of_a_conversation_is_longer_than_a_row(name: str) -> None:
-    """And all answers that fit are there, in their order, whatever the template."""
+    """All answers that fit are kept in their order, whatever the template."""
     tokenizer = tiny_tokenizer(UNTAGGED_TEMPLATES[name])
-    said = [(f"q {number} " + "?" * 3 * number, f"answer {number};") for number in range(12)]
-    turns = chat(*itertools.chain(*said))["messages"]
+    pairs = [(f"q {number} " + "?" * 3 * number, f"answer {number};") for number in range(12)]
+    turns = chat(*itertools.chain(*pairs))["messages"]
     documents = encode(tokenizer, [turns], max_length=200)
     assert len(documents) >= 3 and all(document["length"] <= 200 for document in documents)
-    answers = "".join(masked(tokenizer, document) for document in documents)
+    answers = "".join(decode_loss_tokens(tokenizer, document) for document in documents)
     assert re.findall(r"answer (\d+);", answers) == [str(number) for number in range(12)]
 
 
-def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
+def test_real_conversations_are_masked_alike_with_and_without_tags(shared_data: Path) -> None:
     name = "fastchat_dummy_conversation.json"
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "models" / "stories260K-hf")
     rows = json.loads((shared_data / "train" / "conversations" / name).read_text())[:25]
-    chats = [made["messages"] for row in rows for made in normalize_row(row, name, tokenizer)]
-    made = []
+    chats = [turns["messages"] for row in rows for turns in normalize_row(row, name, tokenizer)]
+    encoded = []
     for template in (TAGGED, UNTAGGED):
         tokenizer.chat_template = template
-        made.append(encode(tokenizer, chats))
-    assert made[0] == made[1]
-    for messages, document in zip(chats, made[0], strict=True):
+        encoded.append(encode(tokenizer, chats))
+    assert encoded[0] == encoded[1]
+    for messages, document in zip(chats, encoded[0], strict=True):
         answers = "".join(
             message["content"] for message in messages if message["role"] == "assistant"
         )
-        assert "".join(masked(tokenizer, document).replace("<|end|>", "").split()) == "".join(
-            answers.split()
-        )
+        assert "".join(
+            decode_loss_tokens(tokenizer, document).replace("<|end|>", "").split()
+        ) == "".join(answers.split())
 
 
 def test_token_rows_keep_their_tokens_and_masks_among_others() -> None:
-    given: list[Any] = [
+    rows: list[Any] = [
         "text",
         {"text": "567", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
         TWO_TURNS,
     ]
     for loss_mask, expected in (("assistant", [0, 1, 1]), ("all", [1, 1, 1])):
-        made = encode(tiny_tokenizer(CHATML), given, loss_mask)[1]
-        assert (made["input_ids"], made["loss_mask"], made["row"]) == ([5, 6, 7], expected, 1)
+        encoded = encode(tiny_tokenizer(CHATML), rows, loss_mask)[1]
+        assert (encoded["input_ids"], encoded["loss_mask"], encoded["row"]) == (
+            [5, 6, 7],
+            expected,
+            1,
+        )
 
 
 def test_documents_are_the_same_in_any_batches() -> None:
     encoder = partial(encode, tiny_tokenizer(CHATML), max_length=200)
     rows = [
         f"text {number}" if number % 3 == 0 else turns
-        for number, turns in enumerate(conversations(30))
+        for number, turns in enumerate(make_conversations(30))
     ]
     together, alone = (
         encoder(rows),
-        [{**made, "row": number} for number, row in enumerate(rows) for made in encoder([row])],
+        [
+            {**document, "row": number}
+            for number, row in enumerate(rows)
+            for document in encoder([row])
+        ],
     )
     assert (
         together == alone
-        and {made["row"] for made in together} == set(range(30))
+        and {document["row"] for document in together} == set(range(30))
         and len(together) > 30
     )

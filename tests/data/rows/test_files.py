@@ -1,5 +1,4 @@
-"""Rows are made once, appear whole or not at all, and what goes wrong in making them arrives as it
-was raised."""
+"""Rows are made once, appear whole or not at all, and errors in making them arrive unchanged."""
 
 import os
 from pathlib import Path
@@ -25,8 +24,8 @@ def test_tokenizers_are_told_apart_by_what_they_do() -> None:
     assert hash_tokenizer(tokenizer) != before
 
 
-def repeated_rows(row: dict[str, Any], number: int) -> list[dict[str, int]]:
-    """A row as often as its number modulo 3 says; row 13 is refused."""
+def repeat_row(row: dict[str, Any], number: int) -> list[dict[str, int]]:
+    """Return a row as often as its number modulo 3 says; refuse one whose text says so."""
     if row["text"] == "refused":
         raise UserError(f"data.source row {number}", got="it", expected="another")
     return [{"value": number}] * (number % 3)
@@ -40,10 +39,10 @@ FORKS = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": [f"row {number}" for number in range(50)]})
     environment, variables = os.environ, dict(os.environ)
-    made = [
+    mapped = [
         map_rows(
             rows,
-            repeated_rows,
+            repeat_row,
             NUMBERS,
             "rows",
             "Mapping",
@@ -52,36 +51,40 @@ def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
         for count in (1, 2, 3)
     ]
     assert os.environ is environment and dict(os.environ) == variables
-    assert made[0]["value"][:] == [number for number in range(50) for _ in range(number % 3)]
-    assert made[0].to_list() == made[1].to_list() == made[2].to_list()
-    assert len({each._fingerprint for each in made}) == 1 and all(
-        each.column_names == ["value"] for each in made
+    assert mapped[0]["value"][:] == [number for number in range(50) for _ in range(number % 3)]
+    assert mapped[0].to_list() == mapped[1].to_list() == mapped[2].to_list()
+    assert len({dataset._fingerprint for dataset in mapped}) == 1 and all(
+        dataset.column_names == ["value"] for dataset in mapped
     )
 
-    def fails(row: dict[str, Any], number: int) -> list[dict[str, int]]:
+    def fail_to_map(row: dict[str, Any], number: int) -> list[dict[str, int]]:
         raise AssertionError("made again")
 
-    for count in (1, 2, 3):  # of a cache of any number of processes
+    for count in (1, 2, 3):  # any number of processes reads the cache of any other
         again = map_rows(
             rows,
-            fails,
+            fail_to_map,
             NUMBERS,
             "rows",
             "Mapping",
             DataConfig(num_proc=4 - count, cache_dir=str(tmp_path / str(count))),
         )
-        assert again.to_list() == made[0].to_list() and again._fingerprint == made[0]._fingerprint
+        assert (
+            again.to_list() == mapped[0].to_list() and again._fingerprint == mapped[0]._fingerprint
+        )
 
 
 @FORKS
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_what_a_process_refuses_is_said_and_nothing_is_kept(tmp_path: Path, num_proc: int) -> None:
+def test_the_error_of_a_process_is_raised_and_nothing_is_kept(
+    tmp_path: Path, num_proc: int
+) -> None:
     rows = Dataset.from_dict({"text": ["row"] * 13 + ["refused"] + ["row"] * 13})
     for _ in range(2):
         with pytest.raises(UserError, match=r"^data.source row 13: got it, expected another$"):
             map_rows(
                 rows,
-                repeated_rows,
+                repeat_row,
                 NUMBERS,
                 "rows",
                 "Mapping",
@@ -89,12 +92,12 @@ def test_what_a_process_refuses_is_said_and_nothing_is_kept(tmp_path: Path, num_
             )
 
 
-def test_rows_may_map_to_none(tmp_path: Path) -> None:
+def test_rows_may_map_to_no_rows(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": ["row"]})
-    made = map_rows(
-        rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(cache_dir=str(tmp_path))
+    mapped = map_rows(
+        rows, repeat_row, NUMBERS, "rows", "Mapping", DataConfig(cache_dir=str(tmp_path))
     )
-    assert len(made) == 0 and made.column_names == ["value"]
+    assert len(mapped) == 0 and mapped.column_names == ["value"]
 
 
 def test_few_rows_are_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Packing: no token lost, none twice, every document separate."""
+"""Packing: no token is lost or repeated, and every document stays separate."""
 
 import random
 from collections import Counter
@@ -24,8 +24,8 @@ from tests.refusals import refused
 PAD = 7
 
 
-def documents_of(lengths: list[int]) -> Dataset:
-    """Documents whose every token is a number of its own; odd tokens carry loss."""
+def make_documents(lengths: list[int]) -> Dataset:
+    """Return documents whose tokens are all different; odd tokens carry loss."""
     first, rows = 100, []
     for length in lengths:
         ids = list(range(first, first + length))
@@ -38,9 +38,9 @@ def documents_of(lengths: list[int]) -> Dataset:
 def test_every_token_comes_out_once_in_its_document_at_its_position(packing: bool) -> None:
     generator = random.Random(0)
     lengths = [generator.randint(MIN_TOKENS, 70) for _ in range(200)]
-    documents = documents_of(lengths)
-    made = Packed(documents, 32, packing, PAD, seed=1)
-    packed = zip(*made[range(len(made))].values(), strict=True)
+    documents = make_documents(lengths)
+    packed_rows = Packed(documents, 32, packing, PAD, seed=1)
+    packed = zip(*packed_rows[range(len(packed_rows))].values(), strict=True)
     rows = [dict(zip(COLUMNS, map(np.ndarray.tolist, row), strict=True)) for row in packed]
     batch = collate(rows)
     assert all(
@@ -66,9 +66,9 @@ def test_every_token_comes_out_once_in_its_document_at_its_position(packing: boo
             assert not starts & set(piece[1:])  # no piece runs over into the next document
 
 
-def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
-    """Rows of 5, 3 and 2 of padding, and of 4 and 6 of padding; a document's first token has a loss
-    that nothing can predict."""
+def test_a_batch_lists_its_loss_positions_and_document_lengths() -> None:
+    """One row has documents of 5 and 3 tokens, the other has one of 4; the rest is padding. Nothing
+    can predict the first token of a document, so that its loss does not count."""
     rows = [
         {"document_ids": [0] * 5 + [1] * 3 + [-1] * 2, "loss_mask": [0, 0, 0, 1, 1, 1, 1, 1, 0, 0]},
         {"document_ids": [0] * 4 + [-1] * 6, "loss_mask": [0, 1] * 2 + [0] * 6},
@@ -80,19 +80,21 @@ def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
             for row, place in zip(rows, positions, strict=True)
         ]
     )
-    # in steps of three, an eighth of 20 tokens
+    # Their number is a multiple of three, an eighth of 20 tokens.
     assert batch["loss_positions"].tolist() == [3, 4, 6, 7, 11, 13]
     assert batch["cumulative_lengths"].tolist() == [0, 5, 8, 10, 14, *[20] * 27]
     assert batch["cumulative_lengths"].dtype == torch.int32 and batch["longest"] == 6
     row = {"document_ids": [0] * 64, "input_ids": [7] * 64, "position_ids": range(64)}
-    found = [
+    positions_by_count = [
         collate([{**row, "loss_mask": [1] * n + [0] * (64 - n)}])["loss_positions"]
         for n in range(65)
     ]
-    assert {len(places) for places in found} == {8 * n for n in range(1, 9)} and not found[0].any()
+    assert {len(places) for places in positions_by_count} == {
+        8 * n for n in range(1, 9)
+    } and not positions_by_count[0].any()
 
 
-def test_packing_leaves_little_room() -> None:
+def test_packing_leaves_little_padding() -> None:
     generator = random.Random(0)
     pieces = [Piece(index, 0, generator.randint(3, 256)) for index in range(5000)]
     rows = fill_rows(pieces, 256, packing=True, seed=0)
@@ -122,8 +124,8 @@ def test_texts_are_cut_into_whole_rows_and_a_rest_that_is_worth_a_row() -> None:
     ]
 
 
-def masked(*masks: list[int]) -> Dataset:
-    """Documents with these loss masks."""
+def make_masked_documents(*masks: list[int]) -> Dataset:
+    """Return documents with these loss masks."""
     rows = [
         {"input_ids": list(range(10, 10 + len(mask))), "loss_mask": mask, "length": len(mask)}
         for mask in masks
@@ -133,7 +135,7 @@ def masked(*masks: list[int]) -> Dataset:
 
 def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     filtered: Counter[str] = Counter()
-    documents = masked([1] * 2, [1] * 3, [1] * 8, [1] * 9, [1] * 9)
+    documents = make_masked_documents([1] * 2, [1] * 3, [1] * 8, [1] * 9, [1] * 9)
     assert select_usable(documents, [False, False, False, False, True], 8, filtered).tolist() == [
         1,
         2,
@@ -145,16 +147,16 @@ def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixt
     )
     assert "Left out 1 of 5 documents, which are too short" in caplog.text
     with refused("data.max_length", 8):
-        select_usable(masked([1] * 12, [1] * 9, [1]), [False] * 3, 8, Counter())
+        select_usable(make_masked_documents([1] * 12, [1] * 9, [1]), [False] * 3, 8, Counter())
     with refused("data.source", "2 rows of fewer than 3 tokens"):
-        select_usable(masked([1], [1] * 2), [True, False], 8, Counter())
+        select_usable(make_masked_documents([1], [1] * 2), [True, False], 8, Counter())
 
 
 def test_documents_and_pieces_without_loss_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing predicts a piece's first token: of the third and the fifth document no other one
-    carries loss."""
+    """Nothing predicts the first token of a piece, and no other token of the third and the fifth
+    document carries loss."""
     zero = [0] * 8
-    documents = masked(
+    documents = make_masked_documents(
         [0, 0, 1], zero, [1, 0, 0], [*zero, *zero, 0, 1, 0], [*zero, 1, 0, 0], [*zero, 0, 1, 1, 1]
     )
     filtered: Counter[str] = Counter()
@@ -165,13 +167,15 @@ def test_documents_and_pieces_without_loss_are_counted(caplog: pytest.LogCapture
         and "Left out 3 pieces without a loss token" in caplog.text
     )
     with refused("data.source", "rows.jsonl", holds="no row has a loss token"):
-        select_usable(masked(zero, [1, 0, 0], [0] * 20), True, 8, Counter(), "rows.jsonl")
+        select_usable(
+            make_masked_documents(zero, [1, 0, 0], [0] * 20), True, 8, Counter(), "rows.jsonl"
+        )
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_no_row_or_piece_without_loss_is_packed_and_none_with_loss_is_lost(packing: bool) -> None:
-    """Against every piece of eight tokens, looked at one by one. Lengths divide by eight, so that
-    no rest is moved."""
+    """The expected rows are the pieces of eight tokens with loss, found one by one. Lengths are
+    multiples of eight, so that no rest is moved."""
     generator = random.Random(1)
     masks = [
         [int(generator.random() < 0.15) for _ in range(8 * generator.randint(1, 6))]
@@ -202,19 +206,24 @@ def test_no_row_or_piece_without_loss_is_packed_and_none_with_loss_is_lost(packi
     assert packed.num_tokens == 8 * len(expected)
 
 
-def test_the_draft_vocabulary_is_of_the_most_frequent_loss_tokens() -> None:
-    """With loss 7 is there 700 times, 2 and 5 500 times each; 1 and 9 never are, and are the most
-    frequent without."""
+def test_the_draft_vocabulary_holds_the_most_frequent_loss_tokens() -> None:
+    """Token 7 carries loss 700 times, and 2 and 5 do 500 times each; 1 and 9 never do, although
+    they are the most frequent tokens."""
     pairs = [(1, 7)] * 700 + [(1, 2)] * 500 + [(9, 5)] * 500 + [(9, 9)] * 300
     masks = [[0, 1]] * 1700 + [[0, 0]] * 300
     rows = Dataset.from_dict({"input_ids": [[*pair] for pair in pairs], "loss_mask": masks})
 
-    def kept(number: int | None) -> list[int] | None:
+    def select_ids(number: int | None) -> list[int] | None:
         ids = draft_vocabulary(rows, 10, number)
         return None if ids is None else ids.tolist()
 
-    assert [kept(number) for number in (1, 2, 3, 5)] == [[7], [2, 7], [2, 5, 7], [0, 1, 2, 5, 7]]
-    assert kept(None) is None and kept(10) is None and len(kept(9) or []) == 9
+    assert [select_ids(number) for number in (1, 2, 3, 5)] == [
+        [7],
+        [2, 7],
+        [2, 5, 7],
+        [0, 1, 2, 5, 7],
+    ]
+    assert select_ids(None) is None and select_ids(10) is None and len(select_ids(9) or []) == 9
     for number in (0, 11):
         with refused("draft.vocab_size", number):
-            kept(number)
+            select_ids(number)

@@ -11,20 +11,20 @@ from rich.console import Console
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data.rows import show
-from tests.data.produce.row_sets import chat, config_for, manifest_of, opened
+from tests.data.produce.row_sets import chat, config_for, opened, read_manifest
 from tests.scripts import specdistill
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 HOSTILE = "</div><script>window.hacked = 1</script><b>&amp;"
 
 
-def test_documents_are_in_pieces_that_carry_loss_or_not_evenly_over_all(tmp_path: Path) -> None:
+def test_documents_are_drawn_evenly_and_divided_by_loss(tmp_path: Path) -> None:
     config = config_for(
         tmp_path, [chat(f"q{number}", f"a{number}") for number in range(40)], max_length=64
     )
     rows, _ = opened(config)
     lengths = show.measure_lengths(rows)
-    manifest = manifest_of(config)
+    manifest = read_manifest(config)
     assert (
         len(lengths) == manifest.splits["train"].documents
         and lengths[:, 0].sum() == manifest.splits["train"].tokens
@@ -33,18 +33,18 @@ def test_documents_are_in_pieces_that_carry_loss_or_not_evenly_over_all(tmp_path
     assert len(shown) == 5 and len(
         show.decode_documents(rows, lengths, 99, tiny_tokenizer())
     ) == len(lengths)
-    for it in shown:
-        (question, asks), (answer, says) = it.pieces
+    for document in shown:
+        (question, asks), (answer, says) = document.pieces
         assert (asks, says) == (
             False,
             True,
         ) and answer == f"a{question[10:].partition('<')[0]}<|end|>"
-        assert (it.tokens, it.loss_tokens) == tuple(
+        assert (document.tokens, document.loss_tokens) == tuple(
             len(tiny_tokenizer()(text)["input_ids"]) for text in (question + answer, answer)
         )
     text = shown[0].format_colored()
     assert [span.style for span in text.spans] == ["dim", "bold green"]
-    assert len({it.name for it in shown}) == 5
+    assert len({document.name for document in shown}) == 5
 
 
 def test_tables_show_the_counts(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_tables_show_the_counts(tmp_path: Path) -> None:
         tmp_path, [{"text": f"hello {number}"} for number in range(20)], validation_split="sample"
     )
     opened(config)
-    manifest = manifest_of(config)
+    manifest = read_manifest(config)
     console = Console(file=io.StringIO(), width=100)
     console.print(show.format_splits(manifest))
     parts = [
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def typed(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def run_show(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     sources = (
         f"[{{source: {folder / 'chats.jsonl'}, weight: 2}}, {{source: {folder / 'texts.jsonl'}}}]"
     )
@@ -110,21 +110,21 @@ def test_training_data_is_shown_in_the_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    shown = typed(folder, "documents=4")
+    shown = run_show(folder, "documents=4")
     assert shown.returncode == 0, shown.stderr
     rows = [
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in shown.stdout.splitlines()
         if "│" in line
     ]
-    of_chats = [row for row in rows if row[0].endswith("chats.jsonl")]
-    assert len(of_chats) == 1, shown.stdout
-    _, num_chats, chat_tokens, *_ = of_chats[0]
-    # two of the twenty are held out, and the others of weight 2
+    chat_rows = [row for row in rows if row[0].endswith("chats.jsonl")]
+    assert len(chat_rows) == 1, shown.stdout
+    _, num_chats, chat_tokens, *_ = chat_rows[0]
+    # Two of the twenty documents are held out; chats have weight 2.
     assert int(num_chats) in (12, 14, 16)
-    said = f"<|user|>\nwhy {HOSTILE}?<|end|><|assistant|>\nbecause<|end|>"
+    chat_text = f"<|user|>\nwhy {HOSTILE}?<|end|><|assistant|>\nbecause<|end|>"
     assert int(chat_tokens.replace(",", "")) == int(num_chats) * len(
-        tiny_tokenizer()(said)["input_ids"]
+        tiny_tokenizer()(chat_text)["input_ids"]
     )
     assert shown.stdout.count("with loss)") == 4
     assert "tokens of a document: median " in shown.stdout

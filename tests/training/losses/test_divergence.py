@@ -101,7 +101,7 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "cross_entropy"])
-def test_zero_at_equality_and_nowhere_else(name: str) -> None:
+def test_a_divergence_is_zero_at_equality_and_nowhere_else(name: str) -> None:
     x = logits(0)
     assert float(DIVERGENCES[name](x, x.softmax(-1)).sum()) == pytest.approx(0, abs=2e-6)
     for seed in range(1, 20):
@@ -118,14 +118,14 @@ def test_cross_entropy_is_zero_when_q_has_all_its_mass_on_the_top_1() -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_value_by_hand(name: str) -> None:
+def test_the_value_equals_one_computed_by_hand(name: str) -> None:
     loss = DIVERGENCES[name](Q_BY_HAND.log(), P_BY_HAND)
     assert float(loss.sum()) == pytest.approx(BY_HAND[name], rel=1e-5)
     assert loss.shape == (1,)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_gradient_is_the_closed_form(name: str) -> None:
+def test_the_gradient_equals_its_closed_form(name: str) -> None:
     x, p = logits(1), logits(2).softmax(-1)
     expected = GRADIENTS[name](p.double(), x.double().softmax(-1))
     assert float(expected.abs().max()) > 0.05
@@ -150,8 +150,8 @@ def test_no_rows_give_zero_and_stay_differentiable(name: str) -> None:
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("scale", [0.0, 30.0, 1e4])
 def test_values_and_gradients_stay_finite(name: str, scale: float) -> None:
-    """p with exact zeros, down to one-hot, against a q that is flat, far off or as far off as
-    float32 allows, right or wrong."""
+    """p has exact zeros, down to one-hot; q is flat, far off, or as far off as float32 allows, in
+    the right or the wrong direction."""
     hot = torch.eye(6)[:4]
     half = 0.5 * hot + 0.5 * hot.roll(1, -1)
     for p in (hot, half):
@@ -207,7 +207,7 @@ def test_options_reach_their_divergence() -> None:
     assert float(half.sum()) == pytest.approx(0.5 * expected)
 
 
-def one(**options: object) -> dict[str, object]:
+def make_jsd_spec(**options: object) -> dict[str, object]:
     return {"name": "jsd", **options}
 
 
@@ -215,24 +215,27 @@ def one(**options: object) -> dict[str, object]:
     ("spec", "key", "got"),
     [
         ("foward_kl", "", "'foward_kl'"),
-        ([one(weight=1), {"name": "tvdd", "weight": 1}], "[1]", "'tvdd'"),
+        ([make_jsd_spec(weight=1), {"name": "tvdd", "weight": 1}], "[1]", "'tvdd'"),
         ({"forward_kl": 0.5, "jsd": 0.5}, "", "{'forward_kl': "),
         ([], "", "[]"),
         (None, "", "None"),
         (["tvd"], "[0]", "'tvd'"),
-        ([one()], "[0]", "{'name': 'jsd'}"),
+        ([make_jsd_spec()], "[0]", "{'name': 'jsd'}"),
         *(
-            ([one(weight=weight)], "[0].weight", repr(weight))
+            ([make_jsd_spec(weight=weight)], "[0].weight", repr(weight))
             for weight in (0, -1.0, math.nan, math.inf, True, "half")
         ),
-        *((one(beta=beta), ".beta", repr(beta)) for beta in (0.0, 1, math.nan, True, "half")),
-        (one(beta=None), ".beta", "null"),
-        (one(betta=0.3), ".betta", "an unknown key"),
+        *(
+            (make_jsd_spec(beta=beta), ".beta", repr(beta))
+            for beta in (0.0, 1, math.nan, True, "half")
+        ),
+        (make_jsd_spec(beta=None), ".beta", "null"),
+        (make_jsd_spec(betta=0.3), ".betta", "an unknown key"),
         ({"name": "tvd", "beta": 0.3}, ".beta", "an unknown key"),
-        (one(weight=0.5), ".weight", "an unknown key"),
+        (make_jsd_spec(weight=0.5), ".weight", "an unknown key"),
     ],
 )
-def test_mistakes_are_named(spec: object, key: str, got: str) -> None:
+def test_mistakes_in_a_divergence_are_named(spec: object, key: str, got: str) -> None:
     with refused(f"loss.divergence{key}", got):
         build_divergence(spec)
 

@@ -1,5 +1,4 @@
-"""The chunked loss against its plain form and autograd, for every divergence; what it keeps in
-memory; one compiled graph."""
+"""The chunked loss equals its plain form and autograd for every divergence, in less memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,7 @@ class Case:
         )
 
     def run(self, form: Form, **options: Any) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Value, metrics and gradients; the loss is scaled, as the trainer divides it."""
+        """Return value, metrics and gradients of the loss, which is scaled as in the trainer."""
         for tensor in (self.rows, *self.linear.parameters()):
             tensor.grad = None
         total, metrics = form(
@@ -103,7 +102,7 @@ def test_value_metrics_and_gradients_are_those_of_the_plain_form(
     [{"trains_head": False}, {"bias": True}, {"bias": True, "trains_head": False}, {"cap": 2.0}],
     ids=str,
 )
-def test_frozen_biased_and_capped_heads(options: dict[str, Any]) -> None:
+def test_frozen_biased_and_capped_heads_match_the_plain_form(options: dict[str, Any]) -> None:
     case = Case(**options)
     (total, _, grads), (expected_total, _, expected) = (
         case.run(compute_head_loss, block_rows=16),
@@ -113,7 +112,7 @@ def test_frozen_biased_and_capped_heads(options: dict[str, Any]) -> None:
     assert_same_gradients(grads, expected)
 
 
-def test_rows_may_take_no_gradient() -> None:
+def test_rows_need_not_take_a_gradient() -> None:
     case = Case()
     case.rows = case.rows.detach()
     _, _, (rows_grad, weight_grad) = case.run(compute_head_loss, block_rows=16)
@@ -144,8 +143,8 @@ def test_under_autocast_matrices_are_multiplied_in_16_bits_and_the_heads_gradien
         assert torch.allclose(grad, wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
-class Largest(TorchDispatchMode):
-    """numel: of the largest tensor that any operation returns."""
+class LargestTensor(TorchDispatchMode):
+    """A mode that records the elements of the largest tensor that any operation returns."""
 
     numel = 0
 
@@ -167,8 +166,8 @@ def test_no_tensor_is_larger_than_a_block_s_logits() -> None:
         ("plain", compute_head_loss_at_once, {}),
     ):
         case = Case()
-        case.probs_RW = case.probs_RW[:1]  # so that no target has a row of its own
-        with Largest() as mode:
+        case.probs_RW = case.probs_RW[:1]  # all rows share one, which takes no memory
+        with LargestTensor() as mode:
             total, _ = form(
                 case.rows,
                 case.weights_KR,
