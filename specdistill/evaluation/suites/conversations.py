@@ -643,7 +643,7 @@ def check_expressed(
     def render_or_none(messages: Sequence[Message], tools: Tools) -> str | None:
         """Render a conversation without one of its parts; None if the chat template then fails.
 
-        A template that fails without the part requires it, so it does not ignore it.
+        A template that fails without the part requires the part, so it does not ignore the part.
         """
         try:
             return render_chat(
@@ -652,7 +652,8 @@ def check_expressed(
         except UserError:
             return None
 
-    # The parts to check: name -> (messages with the part, messages without it, schemas without it).
+    # The parts to check: name -> (messages with the part, messages without the part, the schemas of
+    # tools to render the latter with: all of them, or None if the schemas are the part).
     # Some templates drop the reasoning of all answers but the last. So reasoning is checked in a
     # conversation that ends with the last answer that has reasoning.
     last = max(
@@ -688,7 +689,8 @@ def check_expressed(
             parts[f"messages of the system, e.g. number {number},"] = (messages, without_it, tools)
 
     # Render the conversation with and without each part. If the texts are equal, the template
-    # ignores the part. A part that the conversation does not have is skipped.
+    # ignores the part. A part that the conversation does not have is skipped. The error's `kind`
+    # leaves out the number of a system message, so that it is the same for all such rows.
     for name, (with_part, without_part, remaining_tools) in parts.items():
         if (with_part, tools) == (without_part, remaining_tools):
             continue

@@ -245,7 +245,7 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 
     Args:
         name: the name or path of the suite; None for no suite.
-        key: the recipe key that the error for an unknown name has.
+        key: the recipe key that the error for an unknown name begins with.
 
     Returns:
         The suite; None if `name` is None, or if the prompts are not on this machine.
@@ -263,8 +263,9 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 def count_measured(suite: Suite, num_prompts: int | None, *, logs: bool = True) -> int | None:
     """Return how many prompts of a suite to measure; None stands for all.
 
-    The user's number counts. Without it, all prompts are measured, except those of a plain jsonl
-    file, which may be very long: the default is then at most FILE_PROMPTS prompts.
+    A number that the user asks for is returned as it is. Without one, all prompts are measured. An
+    exception is a plain jsonl file, which may be very long: of more than FILE_PROMPTS prompts, only
+    FILE_PROMPTS are measured.
 
     Args:
         suite: the suite. `suite.is_file` says that it is a plain jsonl file.
@@ -342,6 +343,7 @@ def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
 
     Args:
         rows: the prompts. Rows of kind `prompt` or `text` are plain text, others are conversations.
+            Of a `text`, only the first TEXT_PROMPT_TOKENS tokens are the prompt.
         source: the name of the prompts' file.
     """
     num_plain = sum(row.kind in ("prompt", "text") for row in rows)
@@ -625,6 +627,7 @@ def _find_kind(message: Message) -> str:
     The kinds are tool_call, reasoning, structured_output (the content is a JSON object or list) and
     prose. The first kind that applies counts.
     """
+    # A converted message has its reasoning under the first of the names in REASONING.
     if "tool_calls" in message or REASONING[0] in message:
         return "tool_call" if "tool_calls" in message else "reasoning"
     try:
@@ -638,7 +641,10 @@ def _find_kind(message: Message) -> str:
 
 
 def _read_turn_text(turn: Message) -> object:
-    """Return the content of a turn; "calls" if it only calls tools, and None if it is empty."""
+    """Return the content of a turn, and None for an empty turn.
+
+    A turn without content that calls tools is not empty, so the text "calls" stands for it.
+    """
     return turn.get("content", turn.get("value")) or ("calls" if turn.get("tool_calls") else None)
 
 
@@ -844,8 +850,8 @@ def _from_training_columns(entry: FileRow) -> FileRow:
         messages = entry[conversation_columns[0]]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
             # The column holds only the user's turns, as in MT-bench. The first turn is the prompt,
-            # so take the first reference (right answer). There may be a list of references for each
-            # turn, so the loop takes the first item until it is no list.
+            # so take the first reference (right answer). Each turn may have a list of references,
+            # so the loop takes the first item of a list until it finds an item that is no list.
             reference = entry.get("reference")
             while isinstance(reference, list):
                 reference = reference[0] if reference else None
