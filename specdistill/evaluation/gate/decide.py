@@ -232,8 +232,8 @@ def judge(
 def judge_again(options: GateOptions) -> Report:
     """Run `specdistill gate`: judge an existing report by a gate, and write the judged report.
 
-    It is written to `output_dir`. Without this option it is written to a folder that is named after
-    the gate, inside the folder of the original report.
+    The judged report is written to `output_dir`. Without this option, it is written to a folder
+    with the name of the gate, inside the folder of the original report.
 
     Returns:
         The report with the verdict.
@@ -282,8 +282,8 @@ def decide(
     """Decide whether a report passes a gate: each of its rules, and the gate as a whole.
 
     If the measurement was cut short, or if the report was edited, the gate fails whatever its rules
-    say: a rule `incomplete` or `digest` is added, which has failed. A quick look passes no rule
-    that counts, and fails only a rule about an exact value, such as 0 divergences.
+    say: a rule `incomplete` or `digest` is added, which has failed. After a quick look, rules of
+    severity `fail` are undecided, except a failed rule about an exact value, such as 0 divergences.
 
     Args:
         rules: the rules of the gate.
@@ -304,8 +304,8 @@ def decide(
     ]
     results = [_decide_rule(rule, estimate(rule, evidence, baseline)) for rule in applicable_rules]
 
-    # Leave the rules that count undecided if this was only a quick look. But a few prompts are
-    # enough to show that an exact value is wrong.
+    # If this was only a quick look, leave rules undecided, except rules that only warn, and rules
+    # about an exact value that failed: a few prompts are enough to show that such a value is wrong.
     is_quick = bool(evidence.report["settings"].get("quick"))
     for result in results:
         is_wrong = result["verdict"] == "failed" and "equals" in result["requirement"]
@@ -336,7 +336,8 @@ def decide(
             ),
         )
 
-    # The gate has the worst verdict of its rules. Rules that only warn do not count.
+    # The gate has the worst verdict of its rules. Rules that only warn do not count. After a quick
+    # look, a gate never passes.
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
     verdict: Verdict = "passed"
     if "failed" in verdicts:
@@ -487,7 +488,8 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     ci95 = section.get(f"{name}_ci95")
 
     # If the number is absent, the report states the reason under the number's path, or under the
-    # path of a section that holds the number.
+    # path of a section that holds the number. With a dot after both paths, only whole names match:
+    # the reason of `a` is one for `a.b`, but not for `ab`.
     if value is None:
         for missing_path, reason in report["not_measured"].items():
             if f"{rule.metric}.".startswith(f"{missing_path}."):
@@ -520,7 +522,7 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
         The change with its interval, or the reason why it cannot be computed.
 
     Raises:
-        UserError: if the two reports measured other prompts or settings, or another target.
+        UserError: if the two reports differ in prompts, settings or target.
     """
     if baseline is None:
         return Estimate(
@@ -596,8 +598,7 @@ def _pair_records(
         baseline: the baseline's report and its records.
 
     Raises:
-        UserError: if the two rows have other prompts, other settings or another target. The error
-            says what differs.
+        UserError: if the two rows differ in prompts, settings or target. The error says in what.
     """
     _check_same_weights(evidence.report, baseline.report)
     _check_same_settings(row, old_row, evidence.report, baseline.report)
@@ -761,8 +762,8 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
     # All other requirements compare the interval. If the interval is too wide, the rule is
-    # inconclusive. More prompts would narrow the interval. They decide the rule once one of its two
-    # ends, `open_end`, has moved to the value `edge`.
+    # inconclusive. More prompts would narrow the interval. The rule is decided once one end of the
+    # interval, `open_end`, has moved to the value `edge`.
     compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
     verdict, reason, open_end, edge = compare(rule, estimate)
     if verdict != "inconclusive":
@@ -809,7 +810,8 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         open_end = loss_sign * least_loss
         edge = 0.0
 
-    # The reason shows the end of the interval with the greatest loss.
+    # The reason shows the end of the interval with the greatest loss, written as a change of the
+    # metric: if higher is better, a loss of 3 % is -3.0%.
     bound = _name_bound("lower" if loss_sign < 0 else "upper", rule, estimate)
     reason = f"{bound}{loss_sign * greatest_loss:+.1%}, allowed {loss_sign * threshold:+.1%}"
     return verdict, reason, open_end, edge
@@ -826,8 +828,9 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         The verdict, the reason, and two numbers for `_estimate_prompts_needed`: the end of the
         interval that more prompts would have to move, and the value that it would have to reach.
     """
-    # For `max`, change the sign of all numbers, so that it is decided like `min`: x is at most 5 if
-    # -x is at least -5. A value without an interval counts as an interval of length 0.
+    # For `max`, change the sign of all numbers, so that the rule is decided like one with `min`: x
+    # is at most 5 if -x is at least -5. A value without an interval counts as an interval of
+    # length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     sign = 1 if rule.requirement == "min" else -1

@@ -136,9 +136,9 @@ def read_rule(place: str, entry: Any) -> Rule:
         (*list_row_metrics(), *list_document_metrics()),
         "a metric of the report",
     )
-    # A regression is computed from prompts, so the metric must be known for each prompt. It is a
-    # share below 1. Other thresholds are numbers, except that `equals` may compare with true or
-    # false.
+    # A regression is computed from prompts, so the metric must be known for each prompt. The
+    # allowed loss is a share below 1. Other thresholds are numbers, except that `equals` may
+    # compare with true or false.
     if requirement == "max_regression":
         if metric not in METRICS:
             raise UserError(
