@@ -169,9 +169,9 @@ def compute_macro_interval(
     if not groups:
         return None
 
-    # Welch and Satterthwaite: the degrees of freedom are variance² / Σ (variance_i² / (n_i - 1)).
-    # `parts` is the sum in the denominator. If no category has any spread, it is 0, and the
-    # interval is the mean itself.
+    # Welch and Satterthwaite: the degrees of freedom are variance² / Σ (variance_i² / (n_i - 1)),
+    # for categories i of n_i prompts, with variance = Σ variance_i. `parts` is the sum in the
+    # denominator. If no category has any spread, `parts` is 0, and the interval is the mean.
     variance = sum(variances)
     sizes = [select_measured(metric, group)[0].size for group in groups]
     parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))
@@ -200,6 +200,10 @@ def _compute_crossed_interval(
         category_P: [P], the category of each prompt.
         units: [P], the number of each prompt's unit, from 0.
         confidence: the confidence level.
+
+    Returns:
+        The ends of the interval. None for fewer than two units, and if the metric is undefined in a
+        category once some unit is left out.
     """
     num_categories = len(set(category_P))
 

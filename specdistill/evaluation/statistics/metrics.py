@@ -41,10 +41,10 @@ MIN_BUCKET_ROUNDS = 30
 def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     """Return a table of numbers that metrics add up over prompts: name -> values [P].
 
-    A value is NaN if it was not measured. Two more columns say which prompts belong together, for
-    statistics: `batch`, the number of each prompt's batch, if prompts were decoded in batches, and
-    `cluster`, the number of each prompt's cluster, if e.g. several prompts are turns of one
-    conversation.
+    A value is NaN if it was not measured. Two more columns say which prompts are not independent of
+    each other: `batch`, the number of the batch in which a prompt was decoded, and `cluster`, which
+    is equal for e.g. the turns of one conversation. Each is absent if no prompt has a batch or a
+    cluster.
 
     Args:
         records: the records of the P prompts.
@@ -90,11 +90,12 @@ def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[i
 
 
 def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
-    """Return the number of tokens from which a context counts as long; None if there is none.
+    """Return the number of tokens from which a context counts as long.
 
     A bucket b, which is a power of two, holds the rounds with b to 2b - 1 tokens of context. The
     result is the highest bucket that has at least MIN_BUCKET_ROUNDS rounds, and that can be
-    compared with at least MIN_BUCKET_ROUNDS rounds in all lower buckets together.
+    compared with at least MIN_BUCKET_ROUNDS rounds in all lower buckets together. It is None if no
+    bucket has so many rounds in it and below it.
     """
     counts = {bucket: len(emitted) for bucket, emitted in group_rounds_by_context(records).items()}
     for bucket in sorted(counts, reverse=True):

@@ -55,8 +55,8 @@ class RoundRecord:
     Each token's text is written as it continues the tokens before it.
 
     Attributes:
-        drafted: the draft tokens. For a tree, the accepted path, and then the first child of each
-            node.
+        drafted: the draft tokens. Of a tree, one path: the accepted nodes, then always the first
+            child of the last node.
         accepted: the prefix of `drafted` that was accepted and emitted.
         emitted: `accepted` and then the target's next token, unless a stop token cut it off.
         num_off_path: the number of nodes of a tree that are not in `drafted`.
@@ -102,7 +102,7 @@ class Timing:
 class HFGenerate:
     """The time of decoding the same prompt by transformers' `generate()`.
 
-    It samples with the settings of the measurement, so it is greedy if the measurement is.
+    `generate()` samples with the settings of the measurement, so it is greedy if these are.
     """
 
     __pydantic_config__ = STRICT_CONFIG

@@ -86,8 +86,8 @@ def compute_deviation_from_rising(timed: Sequence[RoundCost]) -> float:
 
     A pass over more tokens has more to do, so verification times should rise with K. The rising
     curve that is closest to the times is fitted by isotonic regression. A large deviation comes
-    from noise, or from kernels that are faster for some numbers of rows. Then the time at one K
-    says little about the time at the next K.
+    from noise, or from kernels that are faster for some numbers of rows. If it is large, the time
+    at one K says little about the time at the next K.
 
     Args:
         timed: the measured costs of a round, at several K.
@@ -147,7 +147,7 @@ def compute_speedup_curve(
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 
     def make_point(rounds_of_text: float, mean_cost: RoundCost) -> dict[str, float]:
-        """Return the point of the curve for one K'.
+        """Return the point of the curve for rounds with up to K' draft tokens (`mean_cost.k`).
 
         Args:
             rounds_of_text: how many rounds the text of `num_tokens` tokens takes at this K'.
@@ -173,7 +173,8 @@ def compute_speedup_curve(
             continue
 
         # With K' draft tokens, a round emits the tokens of its first K' + 1 positions. So the same
-        # tokens take more rounds.
+        # tokens take more rounds. Every round with a draft emits a first token, so `num_drafts`
+        # counts these; the first entry of `emitted_per_position` has the plain steps as well.
         tokens_per_draft = (num_drafts + sum(emitted_per_position[1 : shorter + 1])) / num_drafts
         num_more_drafts = tokens_of_drafts / tokens_per_draft
         num_more_rounds = num_plain_steps + num_more_drafts
