@@ -73,7 +73,8 @@ METRICS_OF_DRAFTS = (
     "draft_ms",
     *PREDICTED_METRICS,
 )
-# Metrics that a row lacks if no prompt had a round, because its first token ended it.
+# Metrics that a row lacks if no prompt had a round, because every completion ended with its first
+# token.
 METRICS_OF_ROUNDS = (
     "mean_acceptance_length",
     "overhead_factor",
@@ -405,8 +406,8 @@ def is_looping(record: PromptRecord) -> bool:
 
     This is so if the last 48 tokens repeat with a period of at most 16 tokens.
     """
-    # 48 tokens are three periods of the longest loop. With fewer tokens, lists would count as
-    # loops, too. The text has a period of n tokens if it equals itself shifted by n tokens.
+    # 48 tokens are three periods of the longest loop. With fewer tokens, lists in a text would
+    # count as loops, too. The tokens have a period of n if they equal themselves shifted by n.
     tail = record.token_ids[-48:]
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 

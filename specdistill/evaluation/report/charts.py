@@ -312,7 +312,7 @@ def _draw_predicted_curve(
     """Return the curve of predicted speedups, with a dot at each K' and a larger one at the best K.
 
     Args:
-        x: the scale of the horizontal axis, K' -> coordinate.
+        x: the scale of the horizontal axis, K' (draft tokens per round) -> coordinate.
         y: the scale of the vertical axis, speedup -> coordinate.
         curve: the points of the prediction, each with `k` and `predicted_speedup`.
         best_k: the K with the highest predicted speedup; None if there is no prediction.

@@ -558,7 +558,7 @@ def _format_summary_cells(report: Report) -> list[str]:
     SUMMARY_HEAD names the columns: method, draft, target, suite, K, acceptance length, speedup,
     lossless and verdict.
     """
-    # The first five columns show numbers as they are, the others are formatted here.
+    # The first five columns (method to K) show values as they are. The others are formatted here.
     numbers = _select_summary_numbers(report)
     row = report["results"][0]
     length = (

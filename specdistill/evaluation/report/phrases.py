@@ -182,7 +182,8 @@ def format_summary(report: Report) -> str:
     completions = f"{lossless['prompts_checked']} greedy completions"
     reference = name_reference(report)
 
-    # Say whether greedy completions with the draft are those of plain decoding.
+    # Say whether greedy completions with the draft are those of the reference. At a near-tie,
+    # rounding decides between the target's two best tokens, so completions may differ there.
     if not lossless["prompts_checked"]:
         comparison = f"no completion compared with {reference}"
     elif lossless["greedy_identical"]:
@@ -211,7 +212,7 @@ def is_lossless(report: Report) -> bool | None:
 
 
 def name_reference(report: Report) -> str:
-    """Name the program whose completions the completions with the draft must equal."""
+    """Name the program with whose completions those with the draft are compared."""
     return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
 
 
@@ -448,7 +449,8 @@ def name_metric(rule: RuleDocument) -> str:
 def format_requirement(rule: RuleDocument) -> str:
     """Return the requirement of a rule of the gate as text, e.g. "≥ 1.2×" or "loss ≤ 5%"."""
     # A requirement is a dictionary of one entry, kind -> threshold. The kind max_regression limits
-    # the loss against an earlier report.
+    # the loss against an earlier report. The format `,.10g` shows up to ten digits of a threshold,
+    # where the metric's own format would round it.
     ((kind, threshold),) = rule["requirement"].items()
     sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
     if kind == "max_regression":
@@ -553,7 +555,7 @@ def list_warnings(report: Report) -> list[str]:
 
 
 def find_outcome(rule: RuleDocument) -> str:
-    """Return the verdict of a rule, or `warning` if a rule that only warns is not passed."""
+    """Return the verdict of a rule, or `warning` for a rule that only warns and did not pass."""
     return "warning" if rule["severity"] == "warn" and not rule["passed"] else str(rule["verdict"])
 
 
@@ -618,7 +620,7 @@ def lookup_first(settings: Settings) -> str:
 
 
 def describe_shape(settings: Settings) -> str:
-    """Describe the lookup or the tree that drafts instead of a chain; empty for a chain."""
+    """Describe the lookup in front of the draft, or else the draft's tree; empty for a chain."""
     return lookup_first(settings) or describe_tree(settings["tree"])
 
 
@@ -731,7 +733,8 @@ def describe_procedure(report: Report) -> str:
             " decoder without a draft."
         )
 
-    # A server is measured as it runs. Say how the servers with and without the draft took turns.
+    # For an engine, say how the servers with and without the draft took turns. `command` is there
+    # if the engine was started for this report.
     order = "There is no baseline."
     if "command" in engine:
         order = (

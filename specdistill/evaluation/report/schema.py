@@ -46,7 +46,7 @@ class UntitledSchema(GenerateJsonSchema):
     """A generator of JSON Schema that omits titles, as names of fields say the same."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """Return whether a field gets a title. Pydantic calls this method."""
+        """Return False, so that no field gets a title. Pydantic calls this method."""
         return False
 
 

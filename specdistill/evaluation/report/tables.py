@@ -304,7 +304,8 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
         verify_seconds = total["verify_seconds"]
         other_seconds = total["seconds"] - prefill_seconds - draft_seconds - verify_seconds
 
-        # Divide each time by the number of prompts, rounds or tokens that it was spent on.
+        # Divide each time by the number of prompts, rounds or tokens that it was spent on. If there
+        # were none, `math.inf` makes the result 0.
         num_rounds = total["num_rounds"]
         for name, seconds, count in (
             ("prefill of a prompt", prefill_seconds, sums["num_prompts"].sum()),
@@ -350,7 +351,7 @@ def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
 
     Returns:
         The best K for each load. Empty without a report, and if the draft was measured with a tree
-        or behind a lookup, because an engine cannot be told a K for these.
+        or with a lookup in front of it, because an engine cannot be told a K for these.
     """
     if (
         report is None
@@ -405,7 +406,7 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
     compared = reduced | measured
     best_k = max(compared, key=lambda k: compared[k])
 
-    # K = 0 means that plain decoding is fastest.
+    # The result has the speedup without the margin. K = 0 means that plain decoding is fastest.
     speedup = (predicted | measured)[best_k]
     return DraftLength(
         batch_size=rows[0]["batch_size"],
