@@ -74,7 +74,7 @@ def find_candidates(
 
     Raises:
         UserError: for fewer than two drafts, for a folder without a draft, for two drafts that are
-            the same or have the same name, and for a lookup in front of a lookup.
+            the same or cannot get different names, and for a lookup in front of a lookup.
         ResourceError: when the Hub fails.
     """
     num_drafts = len(entries)

@@ -111,8 +111,8 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
     """Rank the drafts (candidates) of a comparison, and explain why they differ.
 
     Candidates are ranked by speedup. Those whose outputs are not the target's (not lossless) come
-    last. Each candidate is compared with the best one, the first of the ranking. It is separable
-    from the best one if the confidence interval of their difference in speedup excludes 0.
+    last. Each candidate is compared with the best one, the first of the ranking. The two are called
+    separable if the confidence interval of their difference in speedup excludes 0.
 
     Args:
         candidates: the candidates, all measured on the same prompts in the same order.
@@ -475,7 +475,8 @@ def _name_direction(change: float) -> str:
 def _format_range(difference: Entry) -> str:
     """Return the confidence interval of a difference as text, e.g. ` (−3.1% to +0.2%)`.
 
-    The text is put at the end of a sentence.
+    The text is put at the end of a sentence. Without an interval it names the reason: too few
+    prompts.
     """
     if difference["ci95"] is None:
         return ", with too few prompts for an interval"
