@@ -187,10 +187,10 @@ def _measure_running(
     Returns:
         The requests, their answers, and the report's sections `target`, `draft` and `hardware`.
     """
-    # A running server does not say which draft it uses, so that draft cannot be checked. Check at
-    # least that the draft that the recipe names was made for the target. Its weights are not
-    # needed, so only two small files are fetched. A draft that is a part of the target's own
-    # checkpoint needs no check.
+    # A running server does not say which draft it uses, so the server's draft cannot be checked.
+    # Check at least that the draft in the recipe was made for the target. The weights of the draft
+    # are not needed, so only two small files are fetched. A draft that is a part of the target's
+    # own checkpoint needs no check.
     target = recipe.target
     draft = recipe.eval.draft
     if draft is not None and not METHODS[recipe.method].in_target:
@@ -663,7 +663,7 @@ def _compare_outputs(
 
 
 def _find_divergence(entry: AnsweredPrompt) -> FirstDivergenceDocument | None:
-    """Compare the outputs for a prompt with the draft and without it, in the first repetition.
+    """Compare a prompt's outputs with the draft and without it, in the first repetition.
 
     The outputs are greedy, so all repetitions should be equal, and one is enough.
 

@@ -104,9 +104,9 @@ def check_measurement(
 def check_processes(recipe: Recipe) -> None:
     """Check that several processes can share the prompts of a measurement.
 
-    They cannot if an engine measures, if the target is sharded over the processes, or if it has
-    several adapters. They also cannot if the draft looks tokens up in earlier outputs (method
-    `suffix`), because each process would know only its own outputs.
+    The prompts cannot be shared if an engine measures, or if the target is sharded over the
+    processes or has several adapters. Nor can they if tokens are looked up in earlier outputs
+    (method `suffix`), because each process would know only its own outputs.
 
     Raises:
         UserError: for the first key whose value does not allow several processes.

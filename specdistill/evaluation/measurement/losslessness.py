@@ -439,7 +439,8 @@ def _draw_outcomes(
         tree=settings.tree.cut(1) if settings.tree else None,
     )
     decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
-    # Seeds 2 s and 2 s + 1 for the settings' seed s: no two seeds and arms share random numbers.
+    # For the settings' seed s, the right rule gets the seed 2 s and the wrong rule 2 s + 1. So
+    # neither the two rules nor measurements with different seeds share random numbers.
     generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
 
     # Continue from the draws of the last size up to the next one.

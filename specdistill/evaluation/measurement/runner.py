@@ -379,7 +379,8 @@ def measure_configuration(
             target, proposers, plan, cache, num_check_passes=num_check_passes
         )
 
-        # Check greedy decoding, and build the records of each draft.
+        # Check greedy decoding, by a reference that all drafts share (`generate`), and build the
+        # records of each draft.
         generate = generate_greedily(target, plan.settings)
         drafts = []
         for number, proposer in enumerate(proposers):
@@ -429,7 +430,7 @@ def decode_prompts(
     """Decode every prompt `repeats` times, without a draft and with each of the drafts.
 
     All drafts are compared with the same repetitions of plain decoding. Even sampled tokens are the
-    same in each repetition, because every prompt has its own seed.
+    same in each repetition, because a prompt has the same seed in all of them.
 
     Args:
         target: the target that verifies.
@@ -452,8 +453,9 @@ def decode_prompts(
     runs = create_prompt_runs(batches, settings, len(proposers))
 
     # Read the batches that were decoded before an interruption, and count the runs that remain. A
-    # run is one prompt in one repetition, so a cached batch counts the prompts of its first arm.
-    # Extra repetitions of disturbed batches come later, and do not count yet.
+    # run is one prompt in one repetition, in all arms. So a cached batch has as many runs as any of
+    # its arms has completions. Extra repetitions of disturbed batches come after the requested
+    # ones, and do not count yet.
     fingerprint = cache.compute_fingerprint(plan)
     cached_batches = deque(cache.load_batches(fingerprint))
     cached_seconds = sum_seconds(cached_batches)
@@ -472,7 +474,8 @@ def decode_prompts(
     title = f"Measuring {len(plan.prompts)} prompts, {settings.repeats} times each"
     with show_progress(title, num_runs, "runs") as advance, freeze_garbage_collector():
         for repetition in range(settings.repeats + max_extra_repetitions):
-            # After the requested repetitions, decode only the disturbed batches again.
+            # After the requested repetitions, decode only the disturbed batches again. The progress
+            # bar then has as many more runs.
             is_extra = repetition >= settings.repeats
             due_batches = batches
             if is_extra:

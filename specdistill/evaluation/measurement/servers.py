@@ -475,7 +475,7 @@ def measure_started(
 
 
 def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) -> None:
-    """Check that a server drafts as its start command says: K tokens, and behind its lookup.
+    """Check that a server drafts K tokens per round and uses the lookup in front of its draft.
 
     Args:
         peer: the server.
