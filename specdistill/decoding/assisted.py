@@ -233,7 +233,8 @@ class Draft:
         model_kwargs.pop("logits_to_keep", None)  # this argument is for the prompt only
         proposal = Proposal([])
         while True:
-            # Emit, and forget the tokens that were rejected or lie behind the end of the text.
+            # Emit the accepted draft tokens and one more token. Forget the draft tokens that were
+            # rejected or lie behind the end of the text.
             num_emitted = text.extend(outputs.logits[:, -1 - len(proposal.tokens) :], proposal)
             num_rejected = 1 + len(proposal.tokens) - num_emitted
             cache.crop(-num_rejected)
@@ -251,7 +252,8 @@ class Draft:
                 )
                 (proposal,) = self.proposer.propose(state, num_drafted, sampling, [None])
 
-            # Read the last token and the draft tokens in one pass of the target.
+            # Read the last token and the draft tokens in one pass of the target. Only a copy of
+            # `model_kwargs` is extended by the draft tokens, because they may be rejected.
             draft_ids = input_ids.new_tensor([proposal.tokens])
             inputs = model.prepare_inputs_for_generation(
                 torch.cat((text.input_ids, draft_ids), dim=1),

@@ -77,10 +77,10 @@ class Decoder:
     """Decodes one sequence, or several together, with a target and, optionally, a proposer.
 
     Args:
-        rule: verifies trees, and the chain of a sequence that is decoded alone, above temperature
-            0.
-        compiled: run the passes over proposals as a compiled graph, one graph for each K and each
-            size of the KV cache. One sequence at a time, and chains only (`CompiledTarget`).
+        rule: above temperature 0, verifies trees, and chains of a sequence that is decoded alone.
+        compiled: run the passes over proposals as a compiled graph, one graph for each number K of
+            draft tokens and each size of the KV cache. For one sequence at a time, and chains only
+            (`CompiledTarget`).
     """
 
     def __init__(
@@ -245,8 +245,9 @@ class Decoder:
         verified_paths = self.verify(rows, proposals, logits_BTV, sampling)
         paths = [path for path, _ in verified_paths]
 
-        # Forget the rejected tokens, and give the features of the accepted ones to the draft. Those
-        # of a chain come first; those of a tree's path are gathered.
+        # Forget the rejected tokens, and give the features of the accepted ones to the draft. In a
+        # chain the accepted tokens come first, so `num_fresh` selects them. In a tree the features
+        # of the accepted path are gathered.
         reader.keep(paths)
         if any(trees):
             positions = [add_root(path) for path in paths]
@@ -344,7 +345,7 @@ class Decoder:
             proposal: its N draft tokens.
             choices: the target's best token after the sequence and after each draft token, N + 1 in
                 all. Changed in place.
-            near_ties: which of the N + 1 choices are near-ties. Changed in place.
+            near_ties: whether each of the N + 1 choices is a near-tie. Changed in place.
 
         Returns:
             The indices of the accepted draft tokens, and the next token.

@@ -106,7 +106,8 @@ class LookupFirstProposer:
 
         Args:
             state: the sequences so far, with the target features of their latest tokens.
-            k: the most draft tokens of a looked-up chain.
+            k: the most draft tokens of a looked-up chain. The draft proposes at most `levels`
+                tokens, or levels of a tree.
             sampling: temperature, top-p and top-k.
             generators: the random generator of each row.
         """

@@ -183,6 +183,8 @@ class CompiledTarget:
         self.num_tokens = num_tokens
         self.cache = create_static_cache(target, size)
         self._num_held = 0  # tokens
+        # Hooks capture the outputs of the auxiliary layers in every pass. They are removed from the
+        # target once this object is deleted.
         hooks = ExitStack()
         self._captured = hooks.enter_context(capture(target.layers, aux_layers))
         weakref.finalize(self, hooks.close)

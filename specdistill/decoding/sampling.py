@@ -76,8 +76,8 @@ def draw_uniforms(count: int, generators: Generators) -> Tensor:
 def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token from each of B distributions, given one uniform random number for each.
 
-    The drawn token is the first whose cumulative probability exceeds the random number, as a share
-    of the sum of the row. All sums are in float64.
+    The drawn token is the first whose cumulative probability exceeds the random number times the
+    sum of the row. All sums are in float64.
 
     Args:
         probabilities: [B, V] over a vocabulary of V tokens. A row need not sum to 1.
@@ -90,6 +90,7 @@ def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     threshold = uniform.double() * cumulative[:, -1]
     # right=True skips tokens of weight zero.
     index = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
-    # A threshold that rounds up to the total would lie behind the last token with a weight.
+    # If the threshold rounds up to the total, no cumulative sum exceeds it. The last token with a
+    # weight is drawn then.
     last_index = probabilities.shape[-1] - 1 - probabilities.flip(-1).gt(0).int().argmax(-1)
     return torch.minimum(index, last_index)

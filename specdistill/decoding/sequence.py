@@ -36,7 +36,7 @@ class Generation:
     """A continuation of a prompt. Its first token comes from the prefill, not from a round.
 
     Attributes:
-        stopped: whether a stop token ended it, and not the limit.
+        stopped: whether the continuation ended with a stop token, and not at the limit.
     """
 
     prompt_ids: tuple[int, ...]
@@ -89,7 +89,7 @@ class SequenceState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a stop token or the limit has ended it."""
+        """Whether a stop token or the limit has ended the sequence."""
         return self.stopped or len(self.token_ids) == self.limit
 
     def commit(

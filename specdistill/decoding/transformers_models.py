@@ -32,7 +32,7 @@ PROBE_TREE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
 def get_layer_kinds(config: Any) -> set[str]:
     """Return which kinds of attention layers a model has, such as "full_attention".
 
-    A config without `layer_types` has only one kind of layer. It is returned as
+    A model whose config has no `layer_types` has only one kind of layer. This kind is returned as
     "sliding_attention", which means full attention if the config states no size of a window.
 
     Args:
@@ -303,7 +303,8 @@ def gather_last(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
 
     Args:
         x_BTH: [B, T, H], rows padded on the right.
-        counts: the number of valid positions of each row. A row with none gives position 0.
+        counts: the number of valid positions of each row. For a row with none, the vector at
+            position 0 is returned.
 
     Returns:
         [B, H].

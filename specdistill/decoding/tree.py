@@ -199,7 +199,8 @@ class TreePass:
         if window is None:
             return mask_BTS
 
-        # A window counts positions, which are not the slots of a tree's nodes.
+        # A window counts positions, which are not the slots of a tree's nodes. `key_BS` is the
+        # position of what is in each slot.
         query_BT = torch.tensor(self.new_positions, device=device)
         node_positions_BF = torch.tensor(self.positions, device=device)
         key_BS = slot_S.repeat(num_rows, 1).scatter_(1, slot_BF, node_positions_BF)
@@ -267,6 +268,8 @@ class StaticTree:
             For each row the draft tokens of the nodes, their tree, and the distributions that they
             were drawn from (None when greedy).
         """
+        # Choose the children of all nodes of a level. If another level follows, run the draft over
+        # the children.
         levels: list[list[Children]] = []  # by level, then by row
         row_logits = [*logits_BW.split(1)]  # after the nodes of each row's last level
         for level, num_children in enumerate(self.branching):
@@ -285,6 +288,7 @@ class StaticTree:
                     for logits_TW, tokens_T in zip(logits_BTW, tokens, strict=True)
                 ]
 
+        # Join the levels of each row to one tree.
         drafts: list[TreeDraft] = []
         for row_levels in zip(*levels, strict=True):
             tokens_N = torch.cat([children.tokens for children in row_levels])
@@ -327,7 +331,8 @@ class DynamicTree:
     def count_candidates(self, depth: int) -> int:
         """Return how many nodes are candidates in a tree of this depth, before the best are kept.
 
-        The root gets `top_k` children. On each later level `top_k` nodes get `top_k` children each.
+        The root gets `top_k` children. On each later level `top_k` nodes get `top_k` children each:
+        with top_k = 4 and depth 3, there are 4 + 16 + 16 candidates.
         """
         return self.top_k + (depth - 1) * self.top_k**2
 
@@ -395,6 +400,7 @@ class DynamicTree:
         kept_BN = order[:, : self.budget].sort().values
         tokens_BN = torch.cat(tokens, 1).gather(1, kept_BN)
         parents_BN = torch.cat(parents, 1).gather(1, kept_BN)
+        # A parent is an index among all candidates. Replace it by the index among the kept nodes.
         drafts: list[TreeDraft] = []
         for tokens_N, kept_nodes, row_parents in zip(
             tokens_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True
@@ -420,9 +426,10 @@ def build_tree_shape(config: TreeConfig, key: str = "eval.tree") -> TreeShape:
         key: the key of the section, which errors name.
 
     Raises:
-        UserError: if the keys are mixed, if one of the three is missing, or for sizes that no tree
-            can have.
+        UserError: if keys of both kinds are mixed, if one of the three keys of a dynamic tree is
+            missing, or for sizes that no tree can have.
     """
+    # The errors name keys of `eval.tree`. Rename them to the keys of the given section.
     try:
         return _build_tree_shape(config)
     except UserError as error:

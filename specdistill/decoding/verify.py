@@ -142,7 +142,9 @@ def verify_sampled_tree(
 ) -> tuple[list[int], int]:
     """Decide which path of a draft tree is accepted; the output has the target's distribution.
 
-    The module's docstring explains the method and why it is exact.
+    Certain draft tokens are accepted where the target draws the same token itself. Draft tokens
+    that were drawn are tested by recursive rejection (SpecInfer, arXiv 2305.09781). The module's
+    docstring explains why both are exact.
 
     Args:
         tokens: the draft tokens of the N nodes.
@@ -151,8 +153,9 @@ def verify_sampled_tree(
             node i (row i + 1).
         draft_probs_NV: the draft's distributions [N, V]. Siblings share one, from which they were
             drawn without replacement. None if all draft tokens are certain.
-        uniforms_N: random numbers [N + 1] in [0, 1). If draft tokens are certain: a draw from each
-            of the target's distributions. Otherwise: a test of each node, then one draw.
+        uniforms_N: random numbers [N + 1] in [0, 1). If draft tokens are certain: one for a draw
+            from each of the target's distributions. Otherwise: one for the test of each node, and
+            the last to draw the next token.
 
     Returns:
         The node indices of the accepted path, and the next token.

@@ -55,9 +55,8 @@ def find_auto_class(
 ) -> Any:
     """Return the auto class of transformers that loads a model of this config.
 
-    This is AutoModelForCausalLM if it knows the class of the config. For other models of text and
-    images it is AutoModelForImageTextToText. Such a model is only given text, so its image encoder
-    never runs.
+    This is AutoModelForCausalLM, unless only AutoModelForImageTextToText knows the class of the
+    config. A model of text and images is only given text, so its image encoder never runs.
     """
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
@@ -91,8 +90,9 @@ class LogitsHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] from hidden states [..., D] after the final norm."""
-        # The rows are flattened to two dimensions. torch multiplies a three-dimensional view with
-        # gaps, such as the last position of each prompt, by a copy of the weight for each row.
+        # The rows are flattened to two dimensions, because torch would multiply a three-dimensional
+        # view with gaps, such as the last position of each prompt, by a copy of the weight for each
+        # row.
         rows = hidden.reshape(-1, hidden.shape[-1])
         raw = self.linear(rows.to(self.linear.weight.device)).to(hidden.device)
         return self.finish(raw.view(*hidden.shape[:-1], raw.shape[-1]))
@@ -182,13 +182,14 @@ def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
 def find_backbone(model: PreTrainedModel) -> nn.Module:
     """Return the module of a model that computes hidden states (after the final norm) from ids.
 
-    This is the module that the class returns from `get_decoder`. If that holds no layers, it is the
-    model's first child with a list of as many layers as the model has.
+    This is the module that the class returns from `get_decoder`. If that is the model itself or
+    holds no layers, the backbone is the model's first child with a list of as many layers as the
+    model has.
 
     Raises:
         LookupError: if no module has such a list.
     """
-    # Some classes return the model itself from `get_decoder`, which is not only the backbone.
+    # The model itself, which some classes return from `get_decoder`, is more than the backbone.
     for part in (model.get_decoder(), *model.children()):
         if part is not model and find_layer_lists(model, part):
             module: nn.Module = part
@@ -197,7 +198,7 @@ def find_backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def find_layer_lists(model: PreTrainedModel, part: nn.Module) -> list[nn.ModuleList]:
-    """Return the module lists of a part whose length is the model's number of layers.
+    """Return the module lists in a part that have as many entries as the model has layers.
 
     Lists within another such list are left out: a layer may hold a list of, say, experts that is as
     long by chance.
@@ -274,7 +275,8 @@ def _find_parts(
         raise LookupError("its head is not given its decoder's hidden states")
 
     # Compare the hidden states with the input of the head, and the known numbers with the logits.
-    # A factor before the head becomes part of the head's scale, unless a bias is added in between.
+    # A factor before the head becomes part of the head's scale. With a bias it cannot, because the
+    # bias is added after the factor and before the scale.
     hidden_factor = _find_factor(hidden[0], head_inputs[0])
     scale_and_cap = _scale_and_cap(head_outputs[0], logits)
     has_bias = getattr(linear, "bias", None) is not None
@@ -320,9 +322,9 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
         return None
     x = x.flatten()
     y = y.flatten().double()
-    # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. If there is a
-    # cap, the largest logit is equal to it. `finish` does not use the head's linear layer, so it is
-    # None here.
+    # x[0] = 2^-12 is so small that a cap does not change its logit, which so shows the scale. If
+    # there is a cap, the largest logit is equal to the cap. `finish` does not use the head's linear
+    # layer, so the layer is None here.
     scale = _round_to_one(float(y[0] / x[0]))
     largest_logit = float(y.abs().max())
     for cap in (None, largest_logit):
@@ -353,8 +355,8 @@ def _check_continues(
 ) -> None:
     """Check that several passes over a KV cache give the same hidden states as one pass.
 
-    After each pass, tokens are read that a round of decoding would reject, and are cropped from the
-    cache again. A recurrent model cannot drop tokens, so it is checked without them.
+    After each pass, further tokens are read and then cropped from the cache, as decoding drops
+    rejected tokens. A recurrent model cannot drop tokens, so it is checked without them.
 
     Args:
         backbone: the module of the model that computes hidden states.

@@ -60,9 +60,9 @@ GROUPED_ATTENTION = "specdistill_grouped"
 
 
 class GrowingLayer(DynamicLayer):
-    """The keys and values of one layer, each in a dense block [B, heads, room, head_dim].
+    """The keys and values of one layer, each in a dense tensor [B, heads, room, head_dim].
 
-    Beyond `length` tokens the block is zero and masked.
+    The positions after the first `length` are zero, and the attention mask hides them.
     """
 
     length = 0
@@ -72,8 +72,9 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, new, head_dim], and return all of them with spare room.
 
-        After the prompt, keys and values have room for a multiple of BLOCK tokens. Positions after
-        the last token are zero, and the attention mask hides them.
+        The first pass, over the prompts, leaves no spare room. From the second pass on, there is
+        room for a multiple of BLOCK tokens. Positions after the last token are zero, and the
+        attention mask hides them.
         """
         end = self.length + key_states.shape[2]
         # The first pass reads the prompts. Their keys and values are kept without spare room.
@@ -150,7 +151,7 @@ def attend_by_group(
     Returns:
         The output [B, 1, heads, D], and None in place of attention weights.
     """
-    # Prompts go to `sdpa`, and so does the position bias that some classes add.
+    # Prompts go to `sdpa`, and so do calls with the position bias that some classes add.
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
@@ -183,7 +184,7 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
     Yields:
         The model or its copy, which reads keys and values by groups of query heads.
     """
-    # Copy the model in the wanted dtype, unless its weights are quantized or divided.
+    # Copy the model in the wanted dtype, unless its weights are quantized or sharded.
     attention = model.config._attn_implementation
     training = model.training
     if is_plain(model) and model.dtype != dtype:
@@ -206,7 +207,7 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
         with (
             # Keys and values grow, so torch.compile would compile a new graph for each length.
             torch.compiler.set_stance("force_eager"),
-            # For large vocabularies, the memory of logits is freed at once.
+            # For large vocabularies, the memory of freed logits returns to the system at once.
             map_large_tensors(model.config.get_text_config(decoder=True).vocab_size),
         ):
             yield model
@@ -251,8 +252,8 @@ def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes
     """Plan a batch of at most `batch_size` rows that fits the free memory.
 
     A batch may be generated in several parts. If memory is short, fewer parts are generated at a
-    time, which changes no token. Only if one part does not fit either, the number of rows is
-    halved, which changes what is sampled.
+    time, which changes no token. Only if not even one part fits, the number of rows is halved until
+    one does, which changes what is sampled.
 
     Args:
         batch_size: the most rows.
@@ -380,9 +381,10 @@ def _generate_part(
     ).to(device)
     length = ids.shape[1]
 
-    # State of each unfinished row: its number, whether it has ended, its temperature, the number of
-    # tokens of its prompt, and which slots of the cache hold tokens. The mask has room for whole
-    # blocks of tokens, as the cache will have (a first argument of 1 means: not a prompt).
+    # State of each row that is still in the batch: its number, whether it has ended, its
+    # temperature, the number of tokens of its prompt, and which slots of the cache hold tokens. The
+    # mask has room for whole blocks of tokens, as the cache will have (a first argument of 1 means:
+    # not a prompt).
     row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
@@ -397,8 +399,8 @@ def _generate_part(
     positions = (seen_mask[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
-        # Read the prompts in the first step, and one token per row in later steps. Sample the next
-        # token of each row.
+        # Read the prompts in the first step, and one token per row in later steps. The mask covers
+        # the positions that attention runs over. Sample the next token of each row.
         logits_BV = model(
             input_ids=ids,
             attention_mask=seen_mask[:, : round_up_length(length - ids.shape[1], length)],

@@ -174,5 +174,5 @@ def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             # Crop only keys and values. The state is restored below.
             DynamicLayer.crop(layer, -count)
-        # The saved state of a layer that was cropped as a whole is empty.
+        # The saved state of a layer that was cropped as a whole is empty, and changes nothing.
         vars(layer).update(state)

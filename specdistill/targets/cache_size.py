@@ -47,7 +47,7 @@ class CacheSize:
 
         Args:
             context: tokens of each sequence.
-            batch_size: sequences.
+            batch_size: the number of sequences.
             itemsize: bytes of one number of a key or a value.
             tensor_parallel: devices that share the model.
         """

@@ -166,7 +166,7 @@ class Shards:
         return sum(tensor.nbytes for tensor in self.build_without_content().values())
 
     def build_without_content(self) -> dict[str, Tensor]:
-        """Return all tensors on the meta device, by name. Only the headers of files are read."""
+        """Return all tensors by name, on the meta device, so that their content is not loaded."""
 
         def read_header(weights: Any, name: str) -> Tensor:
             """Return an empty tensor with the shape and dtype of a tensor in an open file."""
@@ -376,7 +376,7 @@ class TargetFiles:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Resolve the name.
+        """Resolve the name, and refuse several adapters.
 
         Raises:
             UserError: for a path that is not a target, and for several adapters.
@@ -446,8 +446,9 @@ class TargetFiles:
         if files and names_in_folder >= set(files):
             return hash_files(folder / file for file in files)
 
-        # Otherwise ask the Hub for the hashes, so that nothing has to be downloaded. Without an
-        # index, the Hub's list of files also tells which of them hold weights.
+        # Otherwise ask the Hub for the hashes, so that nothing has to be downloaded. The folder's
+        # name is the commit. Without an index, the Hub's list of files also tells which of them
+        # hold weights.
         hub_hashes = (
             {}
             if Path(self.name).is_dir()
@@ -491,7 +492,7 @@ class TargetFiles:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The part of the config that describes the language model."""
+        """The part of the config that describes the language model; by default the whole config."""
         return self.config.get("text_config") or self.config
 
     @property
@@ -512,7 +513,8 @@ class TargetFiles:
     def tensor(self, name: str) -> Tensor:
         """Load the weight of the token embedding or of the LM head, without loading the model.
 
-        If the checkpoint has no tensor for the head, the head is tied to the embedding.
+        If the checkpoint has no tensor for the head, the head is tied to the embedding, whose
+        weight is then returned.
 
         Args:
             name: `embed_tokens.weight` or `lm_head.weight`.
@@ -526,8 +528,8 @@ class TargetFiles:
             folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False
         )
 
-        # Search for the tensor by the end of its name, then for the embedding, because a tied head
-        # has no tensor of its own.
+        # Search for the tensor by the end of its name, then for the embedding in its place, because
+        # a tied head has no tensor of its own.
         for suffix in (name, EMBEDDING):
             # The shortest name is the right one, because a multi-token-prediction layer may repeat
             # both tensors under longer names.

@@ -210,8 +210,8 @@ class FrozenTarget:
             UserError: if the model or the adapter cannot be loaded, or not in this way.
             ResourceError: when the Hub fails.
         """
-        # Load the model. Merging an adapter needs the layers in memory, and a spread model has its
-        # layers placed by accelerate.
+        # Load the model. The layers cannot stay on the disk if an adapter is merged into them, or
+        # if accelerate places them, as it does for a model that is spread over devices.
         _check_device_map(device_map)
         files = TargetFiles(model, revision, adapter)
         loaded, tokenizer = read_causal_lm(
@@ -237,7 +237,7 @@ class FrozenTarget:
         if adapter is not None:
             loaded = merge_adapter(loaded, files.adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
-        # A GGUF file's copy has no commit of its own.
+        # The copy of a GGUF file has no commit, so the commit of the file itself is taken.
         revision = revision or getattr(loaded.config, "_commit_hash", None) or files.commit
         files = replace(files, revision=revision)
         return cls(
@@ -334,15 +334,16 @@ class FrozenTarget:
         Raises:
             UserError: if an auxiliary layer does not have the shape of the last hidden state.
         """
-        # A pass with a cache or a mask of its own is a pass of decoding: its rows are not packed.
+        # With a cache or a given mask, this is a pass of decoding, whose rows are not packed.
         if attention_mask is not None or past_key_values is not None:
             backbone_inputs = {
                 "position_ids": position_ids_BT,
                 "attention_mask": attention_mask,
                 "past_key_values": past_key_values,
             }
-            # Without a mask, the new tokens are the last ones of a growing cache. On a GPU this is
-            # plain causality, which needs no mask tensor. Caches of a fixed size are compileable.
+            # Without a given mask, the new tokens are the last ones of a growing cache. On a GPU
+            # this is plain causality, which needs no mask tensor. A cache of a fixed size, which
+            # transformers calls compileable, keeps its mask.
             can_omit_mask = (
                 attention_mask is None
                 and past_key_values is not None
@@ -587,7 +588,8 @@ def build_tiny_target(
                 break
 
             # Build it with random weights, and run it on two tokens: some classes accept sizes that
-            # do not fit each other, and fail only in their forward pass.
+            # do not fit each other, and fail only in their forward pass. The sizes of the config
+            # itself (divisor 1) are taken to fit.
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(0)
                 model = find_auto_class(small_config).from_config(small_config, **options).eval()
@@ -596,7 +598,7 @@ def build_tiny_target(
         except CLASS_ERRORS:  # The sizes do not fit each other, so the next divisor is tried.
             continue
 
-        # The parts of the class must be found, too.
+        # The parts of the model must be found, too; otherwise the next divisor is tried.
         try:
             return FrozenTarget(model, None, name=name)
         except UserError as error:
@@ -613,7 +615,7 @@ def _divide_value(value: Any, name: str, divisor: int) -> Any:
 
     Args:
         value: the value, or a dictionary of values.
-        name: its key.
+        name: the key of the value; empty for the whole config.
         divisor: the number that widths are divided by.
     """
     if isinstance(value, dict):

@@ -29,7 +29,8 @@ def use_fast_metadata() -> Iterator[None]:
 
     transformers 5.23 reads a GGUF file with the slow `gguf.GGUFReader`. It reads the file again for
     the config, the class of the tokenizer, the class of the model and the weights. It takes no
-    reader as an argument, so the class in the package gguf is replaced by the fast `open_gguf`.
+    reader as an argument, so the class in the package gguf is replaced by the fast `open_gguf`,
+    which keeps its readers.
     """
     original = gguf.GGUFReader
     gguf.GGUFReader = open_gguf  # type: ignore[misc, assignment]

@@ -236,6 +236,7 @@ def read_causal_lm(
         tokenizer = load_working_tokenizer(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
         _check_generates(config, key, path)
+        # A GGUF file that is loaded itself, and not from its copy, counts as quantized, too.
         is_quantized = (
             "gguf_file" in options or getattr(config, "quantization_config", None) is not None
         )
@@ -502,7 +503,8 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
         config = AutoConfig.from_pretrained(path, **options)
         _check_generates(config, key, files.name)
 
-        # Any of these three may declare end tokens that the others do not declare.
+        # The generation config, the config and the tokenizer may each declare end tokens that the
+        # other two do not declare.
         try:
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # A checkpoint may have no generation config.
@@ -547,7 +549,7 @@ def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrai
     """Merge a peft LoRA adapter into the weights of a model (arXiv 2106.09685).
 
     An adapter names the model that it was trained for, by a path or a Hub id. The last part of this
-    name must be the last part of `base`, in small or capital letters.
+    name must equal the last part of `base`; small and capital letters count as equal.
 
     Args:
         model: the model.

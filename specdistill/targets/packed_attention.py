@@ -79,6 +79,7 @@ def attend_packed(
         )
     else:
         output = torch.empty_like(query)
+        # The log-sum-exp is [N, S]: the first two dimensions of the query [S, N, size], reversed.
         lse = query.new_empty(query.shape[1::-1], dtype=choose_wide_dtype(query.dtype))
         # Each block of a document is computed by itself, and written to its rows of the output.
         # Query heads are grouped by the key/value head that they share: [G, N / G, S, size].
@@ -184,7 +185,8 @@ def _compute_gradients_by_blocks(
         torch.zeros_like(value, dtype=choose_wide_dtype(value.dtype)),
     )
 
-    # Query heads are grouped by the key/value head that they share: [G, N / G, S, size].
+    # Query heads are grouped by the key/value head that they share: [G, N / G, S, size]. These are
+    # views, so what is written to dq, dk and dv below is in `gradients`.
     g, q, k, v, o, dq, dk, dv = (
         _group_heads(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
     )
@@ -526,7 +528,8 @@ def _attend_block(
         )
         return output, lse
 
-    # Elsewhere: scores, log-sum-exp, then softmax = exp(scores - log-sum-exp).
+    # Elsewhere `_split_blocks` always gives a bias. Compute the scores, their log-sum-exp, and then
+    # softmax = exp(scores - log-sum-exp).
     assert bias is not None
     scores = (q @ k.mT).to(choose_wide_dtype(q.dtype)) * scale + bias
     lse = scores.logsumexp(-1)

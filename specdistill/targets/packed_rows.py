@@ -153,7 +153,8 @@ def run_with_masks(
     Some model classes (gpt-oss) do not pass their position ids to the function of transformers that
     makes masks. But they accept masks from the caller.
     """
-    # The function reads only shape, dtype and device of the embeddings, so these have width 0.
+    # `create_masks_for_generate` takes embeddings, but reads only their shape, dtype and device. So
+    # these have width 0.
     rows_BT0 = torch.empty(
         *inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device
     )
@@ -175,7 +176,8 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
 
     Returns:
         The first way that works. None if no way works, as for recurrent layers, whose state
-        continues from one document into the next, and for ALiBi, which counts positions on.
+        continues from one document into the next, or for ALiBi, which goes on counting positions
+        where a new document begins.
     """
     # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after NUM_CACHED tokens,
     # so each row packs two documents: the first NUM_CACHED tokens, and the remaining tokens.

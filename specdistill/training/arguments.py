@@ -373,8 +373,8 @@ def _take_precision(fields: dict[str, object]) -> str:
 
     The recipe chooses, or else the launch. If every process holds the whole draft, the choice is
     set in `fields`. If the draft is sharded, the choice is removed from `fields`, because DeepSpeed
-    and FSDP would convert the weights to 16 bits, each in its own way. `_adapt_sharding` then
-    switches autocast on instead, with which float32 weights learn the same under every launch.
+    and FSDP would convert the weights to 16 bits, each in its own way. Instead, `_adapt_sharding`
+    then switches autocast on. The weights stay float32, and learn the same under every launch.
 
     Args:
         fields: the fields of TrainingArguments. This function changes them.
@@ -592,7 +592,8 @@ def is_launched_with(sharding: str) -> bool:
 def _check_value(name: str, value: object, hint: object, allowed_values: Collection[str]) -> object:
     """Check the value of a field of `train:`, and return it.
 
-    TrainingArguments itself accepts a text for a number, and a text where a mapping belongs.
+    TrainingArguments itself would accept some wrong values, such as a text in place of a number or
+    of a mapping.
 
     Args:
         name: the name of the field.

@@ -70,7 +70,7 @@ def print_length(
     Args:
         train: the recipe's section `train`.
         max_length: tokens of a row, with padding.
-        size: the rows of the training.
+        size: the numbers of rows and tokens, and whether the rows are made or only estimated.
         num_processes: processes of the launch.
     """
     num_steps = count_steps(train, size.num_rows, num_processes)

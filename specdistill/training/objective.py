@@ -52,8 +52,8 @@ class SoftTargets:
     They are computed where they are read, because all of them at once would fill the memory.
 
     Attributes:
-        hidden_RD: the target's last hidden states before the loss tokens, or [R, K, D] with K
-            states for each row.
+        hidden_RD: the target's last hidden states at the positions before the loss tokens, or
+            [R, K, D] with K states for each row.
         head: the target's output head.
         ids_W: the ids, in the target's vocabulary, of the tokens that the draft can propose, in
             ascending order. None: all tokens.
@@ -507,7 +507,10 @@ def arrange_in_chains(
 
 
 def chain_products(values_KS: Tensor) -> Tensor:
-    """Return the sum over chains of the product of their values up to each position, [K]."""
+    """Return the sum over chains of the product of their values up to each position, [K].
+
+    For two chains with the values 1, 1, 0 and 1, 0, 1 it is [2, 1, 0].
+    """
     return values_KS.float().cumprod(0).sum(1)
 
 
@@ -531,7 +534,7 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     - acceptance_length_uncorrected is the acceptance length of a block drafter without its
       correction.
 
-    A position that no token reaches has no metrics, and is left out of these sums.
+    A position that no token reaches has no metrics, and adds nothing to the acceptance lengths.
     """
     # Add up the tables of all batches (see `StepSums.table`).
     (
@@ -545,11 +548,12 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
         chain_uncorrected,
     ) = torch.as_tensor(prediction.predictions).double().sum(0)
 
-    # The loss is the sum over positions of the mean over their loss tokens.
+    # The loss is the sum over positions of the mean over their loss tokens. The trainer's
+    # `prediction_step` returns the sums and the counts of a batch in place of labels.
     metrics = {}
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
     if count.any():
-        # Where a count is 0 its sum is, too.
+        # Where a count is 0, the sum of losses is 0, too.
         metrics["loss"] = float((total / count.clamp_min(1)).sum())
 
     # The metrics of each position, over its loss tokens.

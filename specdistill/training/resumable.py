@@ -77,8 +77,8 @@ class ResumableTrainer(Trainer):
 
         `eval_steps`, `save_steps` and `logging_steps` below 1 are shares of the run. When a run is
         resumed, the Trainer would compare these shares with the steps in the checkpoint, and warn
-        that they differ. And when a run is trained further, it would keep the steps of the shorter
-        run.
+        that they differ. And when a finished run is trained further, the Trainer would keep the
+        intervals that were computed for the shorter run.
         """
         for name in ("eval_steps", "save_steps", "logging_steps"):
             interval = getattr(self.args, name)
@@ -132,9 +132,9 @@ class ResumableTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
         """Return whether an evaluation is the best so far, as the Trainer does.
 
-        The best draft is loaded from its checkpoint at the end of training, if the recipe asks for
-        it. So for a best evaluation also ask for a checkpoint now, even if `train.save_steps` asks
-        for none at this step.
+        If the recipe asks for it, the best draft is loaded from its checkpoint at the end of
+        training. Then the best evaluation so far also asks for a checkpoint now, even if
+        `train.save_steps` asks for none at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
@@ -207,8 +207,8 @@ class Stopping(TrainerCallback):
 
     Attributes:
         received: the first signal that asked this process to stop.
-        received_at: when it came, by `time.monotonic`.
-        stops: whether some process was asked to stop.
+        received_at: when that signal came, by `time.monotonic`.
+        stops: whether some process was asked to stop, as far as the findings have been read.
         unread: steps whose findings have not been read yet.
         launcher: the id of the launcher's process; None without a launcher.
     """

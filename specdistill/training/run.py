@@ -306,7 +306,8 @@ class TrainingRun:
             return
         step = self.checkpoint.name.removeprefix("checkpoint-")
         new_path = self.path
-        # The draft comes last, because without it the run counts as an interrupted one.
+        # The draft comes last. While it is there, a run that was killed in between still counts as
+        # finished, and the same command renames the rest.
         for name in ("report", "draft"):
             if (self.path / name).exists():
                 new_path = _find_free_path(self.path / f"{name}-{step}")

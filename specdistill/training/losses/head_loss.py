@@ -58,9 +58,9 @@ def compute_head_loss(
     The logits of all rows never exist at once. The gradient reaches the rows and the head's weight
     and bias.
 
-    A row has K hidden states, one for each drafted position, which are compared with the same
-    target. For example, K steps of an unroll all predict one token. If each position has a target
-    of its own, each is a row of its own, and K is 1.
+    A row has K hidden states, one for each drafted position, and all K are compared with the same
+    target. For example, K steps of an unroll all predict one token. If each drafted position has a
+    target of its own, pass every position as a row of its own, with K = 1.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.
@@ -212,7 +212,7 @@ def _compute_loss_and_gradient(
     loss_arguments: tuple[Any, int],
     trains: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of a chunk of r rows, and overwrite their logits by the loss's gradient.
+    """Compute the loss of r rows; in training, overwrite their logits by the loss's gradient.
 
     Args:
         logits: the logits [r, W] of the head, and those of a correction if there is one. The loss
@@ -244,10 +244,10 @@ def _compute_loss_and_gradient(
 
 
 class _BlockwiseHeadLoss(torch.autograd.Function):
-    """An autograd function that sums the losses of rows, whose logits are one product or two.
+    """An autograd function that sums the losses of rows, whose logits come from matrix products.
 
-    The first product is rows times the head's weight, and `finish` scales and caps its logits. The
-    second product is a correction, which is added to them.
+    The first product is rows times the head's weight, and `finish` scales and caps its logits. With
+    a correction there is a second product, which is added to them.
     """
 
     @staticmethod
