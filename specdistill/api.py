@@ -212,7 +212,7 @@ def generate(
         many of them were accepted, and the seconds of drafting and of verifying.
     """
     # Check the arguments that are also keys of a recipe's section `eval:`, as a recipe is checked.
-    # At this point the local variables are exactly the arguments of this function.
+    # `locals()` has them all: so far the function has no other variables than its arguments.
     keys = {
         name: value for name, value in locals().items() if name in MeasurementConfig.model_fields
     }
@@ -296,7 +296,8 @@ class DraftTrainer:
         | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        # A text or path names a source of data. Rows are kept, and `train` writes them to a file.
+        # A text or path names a source of data. Rows are kept in `self.rows`, and `train` writes
+        # them to a file, which is the source. `self.rows` is None if there are none to write.
         self.rows = None if isinstance(train_dataset, str | os.PathLike) else train_dataset
         self.callbacks = callbacks
         source = train_dataset if self.rows is None else f"{os.fspath(args.output_dir)}.jsonl"
@@ -414,7 +415,8 @@ def judge(
     Args:
         report: a report, or the path of one: its folder or its report.json.
         gate: the name of a gate, or a YAML file.
-        baseline: the report that the draft is compared with, or `none` for a first release.
+        baseline: an earlier report that the draft is compared with, or `none` for a first release;
+            None for no comparison.
 
     Returns:
         The report with the verdict of the gate.
@@ -474,6 +476,6 @@ def publish(run: str | os.PathLike[str], **keys: object) -> Publication:
         keys: further keys of `specdistill publish`.
 
     Returns:
-        The outcome. If nothing was published, its `refusals` say why.
+        The outcome. Its `refusals` are the reasons against publishing, if there are any.
     """
     return publish_run(load_recipe(PublishOptions, build_arguments({"run": run}, keys)))

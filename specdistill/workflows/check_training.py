@@ -52,8 +52,8 @@ def check_training(recipe: TrainedRecipe) -> Job:
     check_judgement(recipe, tokenizer, max_length)
     check_new_draft(recipe, files, tokenizer)
 
-    # Check that a row fits into the target's context. If a server generates the rows, this is
-    # checked later, when training opens the rows (`check_row_set`).
+    # Check that a row fits into the target's context. For rows that a server generates, this is
+    # only checked later, when training opens the rows (`check_row_set`).
     context_length = files.text_config.get("max_position_embeddings")
     is_served = isinstance(recipe.data.regenerate, ServerRegeneration)
     if context_length and recipe.data.max_length > context_length and not is_served:
@@ -96,7 +96,8 @@ def check_judgement(
     # Reading the gate checks its rules.
     load_gate(recipe.gate)
     for key, section in (("eval.suite", recipe.eval), ("selection.suite", recipe.selection)):
-        # A recipe may have no section `selection`, and a section may name no suite.
+        # A recipe may have no section `selection`. `check_suite` returns None if a section names no
+        # suite, or if the prompts of its suite are not on this machine.
         if section is None:
             continue
         suite = check_suite(section.suite, key=key)

@@ -26,8 +26,9 @@ def compare_drafts(options: CommonOptions) -> dict[str, object]:
     Raises:
         UserError: for a draft, suite or setting that cannot be measured. The error names the key.
     """
+    # For a quick look, lower the settings. Then refuse a folder that holds other files, before the
+    # measurement, which may take hours.
     options = options.limit_quick_look()
-    # Refuse a folder that holds other files before the measurement, which may take hours.
     folder = Path(options.output_dir)
     check_replaceable(folder, "output_dir", FILES)
 

@@ -34,8 +34,8 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
         UserError: for a draft, suite or setting that cannot be measured. The error names the key.
         ResourceError: if memory, an engine or the Hub fails.
     """
-    # Read the gate and the baseline report first, so that a mistake in them is reported before the
-    # measurement, which may take hours.
+    # For a quick look, lower the settings. Read the gate and the baseline report first, so that a
+    # mistake in them is reported before the measurement, which may take hours.
     recipe = recipe.model_copy(update={"eval": recipe.eval.limit_quick_look()})
     config = recipe.eval
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")

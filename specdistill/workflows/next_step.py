@@ -38,13 +38,14 @@ def describe_next_step() -> NextStep:
     Without a run of a draft, the newest measurement of a lookup is described.
 
     Returns:
-        A sentence about the state of the run, and the commands that continue it.
+        A sentence about the state of the run, and the commands that continue it. If there is no run
+        and no measurement, the commands to begin with.
 
     Raises:
         UserError: for a recipe or a report that cannot be read.
     """
-    # Find all runs by their file RUN/run/recipe.yaml. Take the run that was trained, measured or
-    # judged last.
+    # Find all runs by their file RUN/run/recipe.yaml. Take the run of a draft that was trained,
+    # measured or judged last.
     runs = set()
     for pattern in RECIPE_PATTERNS:
         for path in Path().glob(pattern):
@@ -68,6 +69,7 @@ def _describe_measured_lookup() -> NextStep | None:
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report.files import read_document
 
+    # Take the newest finished report of a method that is not trained, which is a lookup.
     for path in sorted(reports, key=_read_modification_time, reverse=True):
         try:
             report = read_document(path)
@@ -89,16 +91,20 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report import phrases
 
-    # The report names an adapter after the target. It names the engine that was measured, if any.
+    # The report names the target as `MODEL + ADAPTER` if it has an adapter, and the engine if one
+    # was measured.
     model, _, adapter = report["target"]["model"].partition(" + ")
     revision = report["target"]["revision"]
     target = {"model": model, "revision": revision, "adapter": adapter}
     target_keys = _list_target_keys({"target": target})
     measured_engine = report.get("engine", {}).get("name")
     method = report["draft"]["method"]
+
+    # Export the lookup for the measured engine if it can serve the method, and for vLLM otherwise.
     engine = "vllm"
     if measured_engine in ENGINES:
-        # llama.cpp's layouts go by another name than the engine.
+        # A method lists what serves it by the names of layouts. llama.cpp's have another name than
+        # the engine.
         layouts = ENGINES[measured_engine].layouts or measured_engine
         engine = measured_engine if layouts in METHODS[method].serving() else "vllm"
     # The report of a running server does not say how the server looks up, so `export` refuses it.
@@ -203,9 +209,10 @@ def _describe_inconclusive_run(
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report import phrases
 
-    # Each rule of the gate that cannot decide estimates how many prompts would be enough. If the
-    # suite has as many, measure more of its prompts. If it has fewer, or if no rule has an
-    # estimate, the user needs a larger suite. A quick look is followed by the whole measurement.
+    # A quick look is followed by the whole measurement. Otherwise, a rule of the gate that cannot
+    # decide may have an estimate of how many prompts would be enough. If the suite has as many,
+    # measure that many of them. If it has fewer, or if no rule has an estimate, the user needs a
+    # larger suite.
     rules = report["gate"]["rules"]
     estimates = [rule["prompts_needed"] for rule in rules if rule["prompts_needed"]]
     if report["settings"].get("quick"):

@@ -82,8 +82,8 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         size = job.run_size()
         print_length(recipe.train, recipe.data.max_length, size, run.arguments.world_size)
 
-    # Create the draft, and its objective, the module that computes its loss. Rows from which this
-    # objective learns nothing are left out.
+    # Create the draft, and its objective, the module that computes its loss. Leave out rows from
+    # which the draft can learn nothing with this objective.
     draft = create_draft(recipe, target, train_rows)
     initialization = getattr(recipe.draft, "init", None)
     coverage = check_coverage(train_rows, target.vocab_size, draft, initialization)

@@ -105,7 +105,8 @@ class AnswerCounts:
                 self.examples.setdefault(name, candidate.answer.error or candidate.text[-200:])
                 return False
         self.kept += 1
-        # Count an answer of a conversation that the length limit cut. Texts always end there.
+        # Count an answer of a conversation that the length limit cut. A continuation of a text is
+        # not counted, because it always ends at the limit.
         self.cut += not candidate.is_text and candidate.answer.reason == "length"
         return True
 

@@ -178,7 +178,8 @@ class AnswerFile:
                 for name, turns in parse_json(line).items():
                     self.turns[name] = [Answer(**turn) for turn in turns]
 
-            # Drop everything else from the file. An empty file gets the first line of this plan.
+            # Drop everything else from the file: all of it, if the first line is of another plan or
+            # has no line break. An empty file gets the first line of this plan.
             num_bytes = sum(len(line) + 1 for line in (head, *complete_lines))
             self._file.truncate(num_bytes if head == self._head and lines else 0)
             if self._file.seek(0, os.SEEK_END) == 0:

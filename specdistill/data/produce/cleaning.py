@@ -159,8 +159,8 @@ def remove_overlaps(
 ) -> tuple[list[Source], Counter[str]]:
     """Remove the training rows that overlap a prompt on which drafts are measured.
 
-    The rows to remove are listed in a file in the cache. When a file that lists rows is made, a log
-    line says how many they are.
+    The rows to remove are listed in a file in the cache. Only the call that makes the file compares
+    the rows with the prompts, and logs how many rows it lists.
 
     Args:
         sources: the sources of training rows.

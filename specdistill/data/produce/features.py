@@ -353,15 +353,20 @@ class GeneratedFeatures:
     num_rows: int = 0
 
     def __call__(self, rows: Rows) -> list[Tensor]:
-        """Return the features [A + 1, L, D] of each row, from waiting files where there are any."""
-        # Read the rows that wait, and check the first of them against a pass of the target.
+        """Return the features [A + 1, L, D] of each row, from kept files if it has them.
+
+        A is the number of auxiliary layers, L the tokens of the row, D the target's hidden size.
+        """
+        # Read the rows whose files were kept. Check the first of all such rows, for which
+        # `num_rows` is still 0, against features that `make` computes.
         features_of_rows = [self._read_waiting(_split_documents(row)) for row in rows]
         for row, features in zip(rows, features_of_rows, strict=True):
             if features is not None and self.num_rows == 0:
                 self._compare(features, self.make([row])[0])
             self.num_rows += features is not None
 
-        # Compute the rows that do not wait in one batch, and put them between those that do.
+        # Compute the features of all other rows in one batch, and return the features of all rows
+        # in the order of the rows.
         missing_rows = [
             row for row, features in zip(rows, features_of_rows, strict=True) if features is None
         ]

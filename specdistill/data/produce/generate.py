@@ -129,8 +129,8 @@ class GenerationEstimate:
         force = self.job.config.force
         announce("generating", sample.times(factor), basis, folder, force=force)
 
-        # If servers keep the hidden states of their answers, announce the disk space for them, too:
-        # it is far more than that of the answers.
+        # If servers keep the hidden states of their answers, announce the disk space for them, too,
+        # by the mean size of the files so far. It is far more than that of the answers.
         states = self.job.states
         sizes = [path.stat().st_size for path in states.glob("*.safetensors")] if states else []
         if states and sizes:
@@ -277,8 +277,8 @@ def generate_block(
         while remaining := [stream for stream in streams if stream.tasks]:
             # Divide the tokens that are left among the streams that still have tasks.
             # `output.num_wanted` is how many tokens there should be after the current stream. The
-            # share MIN_FILL of them is enough, so a token counts as 1 / MIN_FILL tokens.
-            # `output.num_missing` is 0 when there are enough.
+            # share MIN_FILL of them is enough: with MIN_FILL = 0.995, 995 tokens count as 1,000. So
+            # `output.tokens` is divided by MIN_FILL. `output.num_missing` is 0 if there are enough.
             num_left = num_tokens - output.tokens / MIN_FILL
             output.num_wanted = num_tokens - num_left
             total_share = sum(stream.share for stream in remaining)
@@ -431,7 +431,8 @@ def _make_block(
         advance: moves the progress bar; called with the number of new tokens.
 
     Returns:
-        How many answers were kept, and how many each rule filtered.
+        How many answers were kept, and how many each rule filtered. All counts are 0 if the file of
+        the block exists already, e.g. because another process has made it.
     """
     # Several threads may each make a block. A fast tokenizer must not be used by several threads,
     # so each block gets a copy of it.
@@ -492,7 +493,7 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
     rules: Rules = {name: RULES[name] for name in names}
 
     # Special tokens in the middle of an answer break a rule, except the special tokens around
-    # reasoning and tool calls.
+    # reasoning and tool calls (`find_inner_ids`). Without rules, these need not be found.
     decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, template={})
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 
@@ -510,7 +511,7 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
 def _generate_own_prompts(
     job: Job, plan: BlockPlan, backend: Backend, answer_file: AnswerFile, counts: AnswerCounts
 ) -> dict[int, list[GenerationPrompt]]:
-    """Have the target generate prompts, for each source of the recipe that is named `self`.
+    """Have the target generate prompts for each source `self` of the recipe.
 
     A source `self` has no rows: the target writes the user's questions, and later answers them.
     The prompts are for one block, one of the parts that the generation is divided into.

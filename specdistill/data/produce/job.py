@@ -150,8 +150,9 @@ class Job:
             split = manifest.splits["train"]
             return RunSize(split.rows, num_tokens=split.tokens, is_made=True)
 
-        # Without generation, the number of packed rows is not known before packing. Without
-        # packing, each answer has a row of its own, and answers have different lengths.
+        # Without generation, the number of rows is not known before they are packed. With
+        # generation but without packing it is not known either: each answer gets a row of its own,
+        # and answers have different lengths.
         settings = self.config.regenerate
         max_length = self.config.max_length
         if not isinstance(settings, Regeneration):

@@ -194,7 +194,8 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
             facts[name] = sum(header[name] for header in headers)
         warn_of_cut_answers(facts["cut_answers"], facts["answers"], job.config.max_length)
 
-    # Record who generated: servers or the model in this process, with settings that only one has.
+    # Record what generated, servers or the model in this process, and the settings that apply only
+    # to the one or the other.
     if isinstance(settings, ServerRegeneration):
         return {**facts, "by": "servers", "filter": settings.filter, "sampling": SAMPLING}
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}

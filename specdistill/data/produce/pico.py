@@ -130,10 +130,10 @@ def build_chats(modules: list[Module]) -> list[list[dict[str, str]]]:
 
 
 def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
-    """Yield (request, code) for each function of a module that has a docstring and a body.
+    """Yield (request, code) for each documented function of a module.
 
-    The request asks for the function: it has the signature and the first paragraph of the
-    docstring. The code is the function without its docstring.
+    The request asks for the function by its signature and the first paragraph of its docstring. The
+    code is the function without its docstring. A function of only a docstring is left out.
 
     Args:
         source: the text of the module.

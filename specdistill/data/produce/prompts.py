@@ -58,8 +58,8 @@ class GenerationPrompt:
         tools: the tools that the conversation may call.
         source: the number of the source in data.source.
         is_beginning: whether a text's prompt is the beginning of the text.
-        is_first: False if other blocks have prompts of the same row, and this block is not the
-            first of them.
+        is_first: False if several blocks have prompts of the same row, and this block is not the
+            first of these blocks.
         asked: the text of a prompt that the target generated; None for other prompts.
     """
 
@@ -233,8 +233,8 @@ def make_prompts(
     """Yield the prompts of a block in parts, each with prompts of all sources.
 
     A block generates a share of the tokens that the recipe asks for. The first part should be
-    enough for the block. More parts follow, until every prompt was yielded once, because answers
-    may be shorter than expected.
+    enough for the block. Because answers may be shorter than expected, more parts follow, until
+    every prompt was yielded once.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -318,7 +318,8 @@ def _split_source(
     if not len(source.rows):  # decontamination dropped them all
         return
 
-    # All blocks shuffle the rows in the same way, and each takes its own part.
+    # All blocks shuffle the rows in the same way, and each takes its own rows. If there are more
+    # blocks than rows, `num_sharing` blocks share a row, and `first` is the index of this one.
     order = list(range(len(source.rows)))
     random.Random(config.seed).shuffle(order)
     selected_rows, first, num_sharing = block.select_rows(order)
@@ -330,8 +331,8 @@ def _split_source(
     count = sum(row is not None for row in block_rows.with_format(None)["text"])
     per_text = -(-2 * num_texts // max(1, count))  # twice the need, because some texts are short
 
-    # Take prompts until the rows have no more. Each part has the beginnings of texts first, and
-    # places within texts in random order after them.
+    # Take prompts until the rows have no more. Of each part, use the prompts from the beginnings of
+    # texts first, and those from places within texts in random order after them.
     all_chats = make_chat_prompts(plan, block_rows, filtered)
     all_texts = make_text_prompts(plan, block_rows, per_text, generator, (first, num_sharing))
     num_chats_before = 0
@@ -530,7 +531,8 @@ def _sort_by_length(
         size: how many prompts are sorted together.
         generator: shuffles the groups.
     """
-    # Sort each `size` prompts by length, cut them into groups of PART, and shuffle the groups.
+    # Take `size` prompts at a time, sort them by length, cut them into groups of PART, and shuffle
+    # the groups.
     while chunk := list(itertools.islice(pairs, size)):
         chunk.sort(key=lambda pair: len(pair[0].ids))
         parts = [chunk[start : start + PART] for start in range(0, len(chunk), PART)]

@@ -134,7 +134,8 @@ class Opening:
         added_tokens = tokenizer.added_tokens_decoder
         content_ends = frozenset(end_ids) | (added_tokens.keys() & closing_ids[:1])
 
-        # The tokens that must not occur in a content.
+        # The tokens that must not occur in a content: special tokens, and other added tokens that
+        # the opening or the closing has.
         special = {
             token
             for token in added_tokens
@@ -180,7 +181,7 @@ class Opening:
 def generate_self_prompts(
     plan: BlockPlan, number: int, backend: Backend, answer_file: AnswerFile, more_rules: Rules
 ) -> tuple[list[GenerationPrompt], AnswerCounts]:
-    """Have the target generate user prompts, for a source of the recipe that is named `self`.
+    """Have the target generate user prompts for a source `self` of the recipe.
 
     The prompts are for one block, one of the parts that the generation is divided into. A prompt is
     dropped if it is empty, too long, repeats itself, has special tokens, or is nearly the same as
@@ -209,7 +210,8 @@ def generate_self_prompts(
     max_prompt_length = compute_max_prompt_length(openings, config.max_length)
 
     # Count the prompts that the block needs: its share of the source's `num_prompts` or, if that is
-    # not set, of one prompt for every LONG_ANSWER tokens to generate.
+    # not set, of one prompt for every LONG_ANSWER tokens to generate. If half a row has fewer
+    # tokens than LONG_ANSWER, an answer is assumed to have as many as half a row.
     answer_length = min(LONG_ANSWER, config.max_length // 2)
     num_answers = max(2, -(-config.regenerate.num_tokens // answer_length))
     count = block.share(source.entry.num_prompts or num_answers)
@@ -283,7 +285,7 @@ class NearDuplicates:
     def add(self, prompt: str) -> bool:
         """Add a prompt unless a similar one was added before; return True if there was none.
 
-        For a prompt without words the result is True, because it is similar to no other prompt.
+        A prompt without words is similar to no other prompt: the result is True.
         """
         from datasketch import MinHash
 
@@ -340,8 +342,9 @@ def _generate_contents(
     turn = 0
     unfinished = list(opened)
     while unfinished:
-        # Continue every message that has not ended. All get as many new tokens as the shortest
-        # message may get. The context of each is its opening and its tokens so far.
+        # Continue every message that has not ended: the context is its opening and its tokens so
+        # far. All messages may get the same number of new tokens, `room`: enough for the shortest
+        # of them to reach `longest` tokens.
         room = longest - min(len(contents[name]) for name in unfinished)
         tasks: list[GenerationTask] = []
         for name in unfinished:
@@ -356,6 +359,7 @@ def _generate_contents(
                     len(context) + room,
                 )
             )
+        # `tasks.__len__` tells the backend that all tasks are needed.
         pieces = [
             turns[0].token_ids if turns else []
             for _, turns in backend.generate_answers(iter(tasks), answer_file, tasks.__len__)

@@ -56,8 +56,9 @@ class ServerTokenizer:
         self.end_ids = frozenset(end_ids)
         self.special = frozenset(tokenizer.all_special_ids)
         self.template = template
-        # The text of an answer does not say which of several end tokens ended it. The tokenizer's
-        # own end token ends a turn. A server may know more end tokens.
+        # If a server leaves out the token that ended an answer, `answer` appends one. Which of
+        # several end tokens it was is not known. Take the tokenizer's own if it ends generations,
+        # or else the one with the lowest id.
         self._end_id: int | None = (
             tokenizer.eos_token_id
             if tokenizer.eos_token_id in self.end_ids
@@ -116,8 +117,8 @@ class ServerTokenizer:
 class ServerBackend:
     """Generates on servers, with up to `concurrency` requests in flight to each of them.
 
-    Several blocks may use the backend at once. Its methods raise ResourceError when no server
-    answers any more.
+    Several blocks, the parts that generation is divided into, may use the backend at once. Its
+    methods raise ResourceError when no server answers any more.
 
     Attributes:
         servers: the servers.
@@ -168,7 +169,8 @@ class ServerBackend:
         Args:
             tasks: the tasks.
             answer_file: keeps the answers on disk; answers that are in it are not requested again.
-            count_wanted: returns how many more tasks are expected to be needed.
+            count_wanted: returns how many more tasks are expected to be needed, including submitted
+                tasks that were not yielded yet.
 
         Yields:
             (a task, the generated turns of the assistant).
@@ -212,8 +214,9 @@ class ServerBackend:
         if turns is not None:
             return turns
 
-        # Ask servers until one of them answers. `record_failure` returns False for a server that
-        # has failed for too long without an answer. Such a server is not asked again.
+        # Ask servers until one of them answers. `_wait_for_server` counts the request as in flight,
+        # so it is subtracted at the end. `record_failure` returns False for a server that has
+        # failed for too long without an answer. Such a server is not asked again.
         while True:
             server = self._wait_for_server()
             try:

@@ -134,7 +134,8 @@ class RowPlaces:
             rows have no lines.
         lines: for each file the numbers of its rows, from 1.
         unit: what is numbered, "line" or "row".
-        offset: rows of the files that come before the first row, if `data.split` takes a part.
+        offset: number of rows in the files before the source's first row: 100 for `train[100:200]`,
+            0 if `data.split` takes no part.
     """
 
     files: Sequence[str]
@@ -151,7 +152,7 @@ class RowPlaces:
         Returns:
             (index of the file, from 0; number of the line, from 1).
         """
-        # Find the file of the row: count down by the number of rows in each file before it.
+        # Find the file of the row: subtract the number of rows of each file before it.
         number += self.offset
         for file, lines in enumerate(self.lines):
             if number < len(lines):
@@ -260,8 +261,8 @@ def _read_built_in_source(entry: SourceEntry, key: str, config: DataConfig) -> S
             expected="none of these keys, which apply to other sources only",
         )
 
-    # A built-in source is a function that returns a hash of its content, and a function that yields
-    # its rows. The hash lets datasets load the rows from its cache.
+    # Called with the split, the function of a built-in source returns two things: a hash of the
+    # content, and a function that yields the rows. By the hash, datasets finds rows in its cache.
     content, rows_of_split = resolve_name(BUILT_IN_SOURCES[entry.source])(
         entry.split or config.split
     )
@@ -377,7 +378,8 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
     # Rows also depend on the keys that select and convert them, and on the chat template, against
-    # which each row is checked.
+    # which each row is checked: with the arguments of the template if answers are generated, and
+    # with the loss mask otherwise.
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     generates = config.regenerate.num_tokens > 0
     inputs = [
@@ -461,7 +463,7 @@ class RowReader:
             number: its number, from 0.
 
         Raises:
-            UserError: for a setting that no row would suit.
+            UserError: if a setting is wrong, and not the content of the row.
         """
         place = self.places.name(self.places.position(number))
         try:
@@ -569,8 +571,8 @@ def normalize_row(
             )
         present |= instances[0]
 
-    # Find the columns of a conversation, of an instruction with its answer, or of an instruction
-    # alone. The data set BFCL has a conversation in `question`.
+    # Find the columns of a conversation, of an instruction with its answer, or of an instruction in
+    # a row without a column for the answer. The data set BFCL has a conversation in `question`.
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     if isinstance(present.get("question"), list):
         turns = present["question"]
@@ -587,6 +589,7 @@ def normalize_row(
     elif turns is not None:
         schemas = next((present[column] for column in SCHEMAS if column in present), None)
         messages, tools = convert_conversation(turns, schemas, where, roles)
+        # The system message may be in a column of its own.
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
         if messages:
@@ -634,8 +637,8 @@ def _load(
         with silence_datasets() if path.exists() else nullcontext():
             return _load_split(entry, split, places, key, config)
 
-    # A source that is not on this machine was loaded from the Hub, whose failures need other advice
-    # than rows that cannot be read.
+    # A source that is not on this machine was loaded from the Hub. Its failures need other advice
+    # than rows that cannot be read, which raise a ValueError.
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = join_lines(str(error.__cause__ or error))[:300]
         if not path.exists() and not isinstance(error, ValueError):
@@ -695,7 +698,8 @@ def _load_split(
             if not any(len(file.lines) for file in split_files):
                 return Dataset.from_dict({}), places, bad_lines
 
-        # If a file has bad lines, load copies of the files without them.
+        # If a file has bad lines, load copies of such files without these lines. Files and splits
+        # that have no other lines are left out.
         if any(file.bad_lines for file in chain.from_iterable(checked.values())):
             loader = "json"
             readable = {}
@@ -762,8 +766,8 @@ def _select_bad_lines(
         num_all: the number of rows in all files.
     """
     # Positions are (index of the file, line). The part reaches from its first row to the row after
-    # its last row. If it has the first or the last row of the files, it reaches to their very
-    # beginning or end, which may be bad lines.
+    # its last row. If its first row is the first row of the files, it also has the bad lines before
+    # that row. If its last row is the last row of the files, it also has the bad lines after it.
     first = (0, 0)
     after = (len(places.files), 0)
     if places.offset > 0:
@@ -822,7 +826,8 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
         reason = re.sub(r"^(line|row) \d+(: |, )", "", str(error))
         bad_lines.append(BadLine((number_of_file, number), reason))
 
-    # Read all lines once. If some are bad, a copy without them is loaded later.
+    # Find out whether the file is one list, and read all its lines. If some are bad, a copy without
+    # them is loaded later.
     try:
         with file as stream:
             is_list = stream.read(1) == b"["

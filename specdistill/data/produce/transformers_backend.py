@@ -30,8 +30,8 @@ from specdistill.targets.sharding import is_shared
 class TransformersBackend:
     """Generates with a model in this process.
 
-    The next tasks are answered as a batch. The rows of a batch share random numbers, so its answers
-    depend on all tasks in it. The answers of a batch are kept all together or not at all.
+    Tasks are answered in batches. The rows of a batch share random numbers, so each answer depends
+    on all tasks of its batch. The answers of a batch are kept all together or not at all.
 
     Attributes:
         model: the target.
@@ -54,11 +54,11 @@ class TransformersBackend:
         Args:
             tasks: the tasks.
             answer_file: keeps the answers on disk; answers that are in it are not generated again.
-            count_wanted: returns how many more tasks are expected to be needed, including the tasks
-                that were not yielded yet.
+            count_wanted: returns how many more tasks are expected to be needed.
 
         Yields:
-            (a task, its answers): one turn of the assistant, or the continuation of a text.
+            (a task, a list with its only answer): a turn of the assistant, or the continuation of a
+            text.
 
         Raises:
             ResourceError: if a batch does not fit the memory of the device.

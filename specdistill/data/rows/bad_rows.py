@@ -52,8 +52,8 @@ def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None
         number in the source of the first row with a fault, or None if there is none. Empty rows are
         counted, but they are no fault.
     """
-    # Count the bad rows by kind. The first row of each kind is kept as an example, and only that
-    # row's text is read.
+    # Count the bad rows by kind. `merge_counts` keeps the first row of each kind as an example, so
+    # the text of later rows is not read.
     bad_rows: dict[str, BadRows] = {}
     usable = []
     first_row = None
@@ -90,7 +90,7 @@ def merge_counts(*parts: Mapping[str, BadRows]) -> dict[str, BadRows]:
 def check_share(
     bad_rows: Mapping[str, BadRows], num_rows: int, source: str, key: str, config: DataConfig
 ) -> None:
-    """Warn of the bad rows of a source, which are skipped, and raise UserError for too many.
+    """Warn that the bad rows of a source are skipped; raise UserError if they are too many.
 
     Args:
         bad_rows: counts of the bad rows, by kind of fault.

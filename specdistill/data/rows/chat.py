@@ -315,7 +315,8 @@ def _render_turn(
     rendered = render_chat(tokenizer, messages, where=where, tools=tools)
     start = 0
     if before:
-        # The earlier messages, with the opening of the assistant's turn and without.
+        # Render the earlier messages with the opening of the assistant's turn (the prompt from
+        # which the target generated the turn), and without it.
         prompt = render_chat(tokenizer, before, generation_prompt=True, where=where, tools=tools)
         rendered_before = render_chat(tokenizer, before, where=where, tools=tools)
         follows_before = _has_prefix(rendered, rendered_before)
@@ -326,9 +327,9 @@ def _render_turn(
         if follows_before:
             start = max(start, len(rendered_before.rstrip()))
 
-        # Some templates put more into the prompt (an empty thought) than they render in a finished
-        # turn. The document is then the whole prompt, followed by the rendered turn. MARKER shows
-        # where the content of the turn begins.
+        # If the text begins neither with the prompt nor with the earlier messages, the template
+        # renders those differently once the turn follows them. The document is then the whole
+        # prompt, followed by the rendered turn. MARKER shows where the content of the turn begins.
         if start < len(prompt) and not follows_before:
             opening = prompt.removeprefix(rendered_before)
             marked = render_chat(tokenizer, [*before, _mark_turn(turn)], where=where, tools=tools)
@@ -353,6 +354,7 @@ def _render_turn(
             expected=MASKABLE_TEMPLATE_HINT,
             kind=ALTERED,
         )
+    # Templates write white space after a turn, which is no part of it.
     return rendered, (start, max(start, len(rendered.rstrip())))
 
 

@@ -123,11 +123,11 @@ class Encoder:
             The documents of the row.
 
         Raises:
-            UserError: naming the row, if the chat template rejects it, or if none or all of its
-                tokens would carry loss.
+            UserError: naming the row, for a conversation that the chat template rejects; with loss
+                on the assistant's turns also if none or all of a document's tokens carry loss.
         """
-        # A conversation goes through the chat template. Token ids are used as they are. The target
-        # reads a text with its end-of-text token.
+        # A conversation goes through the chat template. Token ids are used as they are. A text is
+        # tokenized, and the target's end-of-text token is appended if it is missing.
         messages = row["messages"]
         ids = row["input_ids"]
         if messages is not None:

@@ -144,7 +144,7 @@ def _apply_to_rows(
         columns: the column names of the new rows.
 
     Returns:
-        The new rows, again as columns. A column that a row lacks is None.
+        The new rows, again as columns. A row that lacks a column has None there.
     """
     # Turn the columns into rows, and apply the function.
     raw_rows = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))

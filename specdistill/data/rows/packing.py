@@ -54,7 +54,7 @@ CHUNK = 4096
 
 
 class Piece(NamedTuple):
-    """A part of a document that fits a row: the tokens [start, stop) of document `document`."""
+    """The tokens [start, stop) of the document number `document`; they fit into a row."""
 
     document: int
     start: int
@@ -87,8 +87,8 @@ def select_usable(
     Raises:
         UserError: if no document is usable.
     """
-    # Flag the documents that cannot be used, each for one reason: too short, too long, or without a
-    # piece that `cut` keeps, which means without loss.
+    # Flag the documents that cannot be used, each for one reason: too short, too long, or without
+    # loss. `cut` keeps only pieces with loss, so a document without loss has no piece.
     lengths = read_array(documents, "length")
     too_short = lengths < MIN_TOKENS
     too_long = (lengths > max_length) & ~np.asarray(may_cut, bool)
@@ -266,7 +266,7 @@ class Packed:
         return len(self.rows)
 
     def __getitem__(self, part: range) -> dict[str, list[NDArray[np.integer]]]:
-        """Return the rows of these numbers as columns, each value an array of `max_length`."""
+        """Return the rows with the numbers `part`: per column, an array of `max_length` per row."""
         # Read all documents at once, and each only once: a long one has pieces in many rows.
         rows = [self.rows[number] for number in part]
         document_numbers = sorted({piece.document for piece in chain.from_iterable(rows)})
@@ -303,12 +303,12 @@ def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
     """Build a training batch from packed rows.
 
     Args:
-        rows: B rows of T tokens each, with the columns COLUMNS: the token ids, the loss mask, and
-            the number and position of each token's document.
+        rows: B rows of T tokens each, with the columns COLUMNS: the token ids, the loss mask, the
+            number of each token's document, and the token's position in that document.
 
     Returns:
         An int64 tensor [B, T] for each column, and the entries that `index_batch` adds: where the
-        loss tokens are, and where documents begin.
+        loss tokens are, where documents begin, and the length of the longest document.
     """
     batch = {}
     for column in COLUMNS:
@@ -319,8 +319,9 @@ def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
 def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
     """Add to a batch where its loss tokens are and where its documents begin.
 
-    The positions are found here, before the training step, because their number depends on the
-    data. They are padded to a few different lengths: the step is compiled anew for each new length.
+    Both lists of positions are found here, before the training step, because their lengths depend
+    on the data. They are padded to one of a few lengths, because the training step is compiled anew
+    for each new length.
 
     Args:
         batch: the columns of packed rows, each an int64 tensor [B, T] for B rows of T tokens.
@@ -456,7 +457,8 @@ def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | No
     if is_first() and coverage >= MIN_COVERAGE:
         logger.info(message)
     elif is_first():
-        # Find how many of the most frequent tokens would cover MIN_COVERAGE of the loss tokens.
+        # Find how many of the most frequent tokens would cover MIN_COVERAGE of the loss tokens. If
+        # the vocabulary came with a draft from `draft.init`, that key has to be reset, too.
         shares_V = counts_V.sort(descending=True).values.cumsum(0) / counts_V.sum()
         sufficient_size = int((shares_V < MIN_COVERAGE).sum()) + 1
         advice = f"draft.vocab_size={sufficient_size} would cover {MIN_COVERAGE:.0%}"

@@ -161,7 +161,7 @@ class RowSetSpec(Record):
             if other_value == own_value:
                 continue
 
-            # Templates and hashes are too long for a message, so it shows only a part of them.
+            # Templates and hashes are too long for a message. Show a part of each.
             if name == "chat_template":
                 # Show both templates from where they differ, with a few characters before it.
                 start = max(0, count_common_prefix(str(other_value), str(own_value)) - 20)
@@ -378,8 +378,8 @@ def compute_fingerprint(
     Args:
         config: the `data:` section of the recipe.
         target: the target that the rows are for.
-        measured_on: the suites of prompts that the draft will be measured on. Rows that overlap
-            them may be left out of the training data.
+        measured_on: the suites of prompts that the draft will be measured on. They count if
+            `data.decontaminate` contains `all`: rows that overlap their prompts are left out.
         without: keys of `data:` that are not hashed.
 
     Returns:

@@ -102,7 +102,7 @@ class Origin:
 
     @property
     def num_features(self) -> int:
-        """The number of vectors of each token, A + 1."""
+        """The number of vectors of each token, A + 1: A auxiliary layers and the last layer."""
         return len(self.aux_layers) + 1
 
     @property
@@ -187,13 +187,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard file that was opened.
+    """An opened shard: one of the files of a feature store, with R packed rows.
 
     Attributes:
         path: the file.
         origin: where its features come from.
         rows: the tokens of its rows.
-        starts: int64 [R + 1], the number of tokens before each row, and N at the end.
+        starts: int64 [R + 1], the number of tokens before each row, and at the end the number of
+            all tokens.
         checksums: int64 [R], the checksum of each row's features.
         begin: the byte of the file at which the features begin.
     """
@@ -296,8 +297,8 @@ class Shard:
             index: the row's number in the shard.
 
         Returns:
-            The features [(A + 1) L, D], which are not copied: vectors of size D for L tokens, of A
-            auxiliary layers and of the last layer.
+            The features [(A + 1) L, D]: for each of A auxiliary layers and then for the last layer,
+            L vectors (one for each token) of the hidden size D. They are not copied.
 
         Raises:
             UserError: if the checksum of the features is wrong.
@@ -389,7 +390,7 @@ def _open_shard(path: Path) -> Any:
 
 
 class FeatureStore:
-    """Shards of one origin, whose rows can be read in any order.
+    """Packed rows with the target's features in files (shards), to be read in any order.
 
     All processes of a launch and their data loaders can open the same store.
 
@@ -460,7 +461,7 @@ class FeatureStore:
             rows: packed rows.
 
         Returns:
-            The batch of `specdistill.data.rows.packing.collate`. If the store has all its rows, the
+            The batch of `specdistill.data.rows.packing.collate`. If the store has all the rows, the
             entry `features` is added: [B, A + 1, T, D] for B rows of T tokens, A auxiliary layers
             and the last layer, and the hidden size D. Features are 0 at padding.
 
