@@ -89,6 +89,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long  # builds the site
 def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
     assert len(pages) > 20
@@ -136,6 +137,7 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     )
 
 
+@pytest.mark.long  # builds the site
 def test_reference_has_every_key_every_field_and_every_name(site: Path) -> None:
     pages = {
         page.parent.name: page.read_text(encoding="utf-8")
