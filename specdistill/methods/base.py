@@ -92,8 +92,8 @@ class Advice(ABC, Generic[DraftT]):
     def build_simulation(self, draft: DraftT, num_tokens: int) -> nn.Module | None:
         """Build an objective that simulates drafting on completions of the target.
 
-        `specdistill doctor` uses it to find out why few tokens of a draft are accepted. By default
-        drafting cannot be simulated.
+        `specdistill doctor` uses the objective to find out why few tokens of a draft are accepted.
+        By default drafting cannot be simulated.
 
         Args:
             draft: the draft.
@@ -272,8 +272,8 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     ) -> None:
         """Check that an engine can serve a draft.
 
-        The layout also has `limits`, which the caller checks. This method is for other conditions.
-        By default there are none.
+        The caller checks the layout's `limits`. This method checks what else the engine requires;
+        by default that is nothing.
 
         Args:
             engine: the name of the engine.
@@ -345,6 +345,6 @@ class FeatureMethod(Method[RecipeT, DraftT]):
         """
         assert folder is not None  # only methods without weights have none
         draft = self.load(folder, target, key=key)
-        # The file may have another dtype than the target, whose features the draft reads.
+        # The draft reads the target's features, so it runs in their dtype, whatever its file has.
         draft.to(device=target.device, dtype=target.model.dtype)
         return self.build_proposer(draft, target)

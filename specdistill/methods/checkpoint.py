@@ -106,7 +106,7 @@ def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str
     Raises:
         UserError: if the layout needs the target and it is not given (see `require_target`).
     """
-    # If `tensors` holds an embedding, it comes after the target's in the mapping, so it is kept.
+    # `**tensors` comes last, so an embedding of the head itself replaces the target's.
     if layout.needs_target:
         embedding = require_target(head.target, layout.needs_target).tensor(EMBEDDING)
         tensors = {EMBEDDING: embedding.to(choose_stored_dtype(tensors.values())), **tensors}
@@ -167,7 +167,8 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
         shards = Shards.open(folder, key)
         shards.check()
         return {**shards.build_without_content(), **shards.load(MAPS & shards.file_of.keys())}
-    # Of pickles only a single file is read. Its tensors cannot be loaded one by one.
+    # A pickle is read only if it is a single file. Its tensors cannot be loaded one by one, so a
+    # pickle with maps is loaded a second time, with all values.
     if not (folder / PICKLE_FILE).is_file():
         return {}
     outline = load_pickle(folder / PICKLE_FILE, key, device="meta")
@@ -256,7 +257,8 @@ def check_tensors(
             kind.
     """
     # Collect all problems as two parts of an error, what was got -> what was expected: missing
-    # tensors first, then unknown ones, then wrong shapes and dtypes.
+    # tensors first, then unknown ones (of which nothing was expected), then wrong shapes and
+    # dtypes.
     missing = expected.keys() - tensors.keys() - set(optional)
     problems = {
         f"without {name}": f"{name} of shape {tuple(expected[name].shape)}"
@@ -272,7 +274,8 @@ def check_tensors(
         if _name_dtype_kind(tensors[name]) != expected_kind:
             problems[f"with {name} in {tensors[name].dtype}"] = f"{name} in {expected_kind}"
 
-    # Report the first three problems. The list of all of them can have hundreds of lines.
+    # Report the first three problems, because all of them can be hundreds of lines. If there are
+    # only unknown tensors, there is no expectation to report, so the error gets a general one.
     if problems:
         expectations = [expectation for expectation in problems.values() if expectation][:3]
         expectations = expectations or [f"the tensors of {what} alone"]
@@ -368,8 +371,8 @@ def check_fit(
     """Raise UserError if one of a draft's sizes differs from the target's.
 
     Args:
-        sizes: the draft's sizes by their names in config.json. `num_target_layers` is compared with
-            the target's `num_layers`, and other names with `target_` likewise.
+        sizes: the draft's sizes by their names in config.json. The target has the same names
+            without `target_`: `num_target_layers` is compared with its `num_layers`.
         target: the target.
         folder: what errors call the draft.
         key: the recipe key that errors name.
@@ -411,8 +414,8 @@ def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
         else {"layer_types": ["sliding_attention"] * shape.num_layers}
     )
 
-    # Most fields of the shape have the same name in config.json. The scale of embeddings is written
-    # only if it is not 1.
+    # Most fields of the shape have the same name in config.json, among them `rope_theta` and
+    # `rope_scaling`, the earlier spelling. The scale of embeddings is written only if it is not 1.
     same_names = [
         field.name for field in dataclasses.fields(HeadShape) if field.name != "num_layers"
     ]
@@ -527,7 +530,8 @@ def _read_rope(raw: RawConfig, key: str, *, what: str) -> tuple[dict[str, Any], 
     """Read the rotary embedding from config.json.
 
     transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling` and `rope_theta`.
-    If both are present, transformers takes `rope_scaling`.
+    If both are present, transformers takes `rope_scaling`, so here its values replace those of
+    `rope_parameters`.
 
     Args:
         raw: the content of config.json.

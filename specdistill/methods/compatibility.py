@@ -224,7 +224,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     if d2t.is_meta or d2t.shape != (num_tokens,) or d2t.is_floating_point():
         return
 
-    # Check d2t by itself: its tokens must ascend within the target's vocabulary.
+    # Check d2t by itself: its tokens must ascend within the target's vocabulary. If they ascend,
+    # the first and the last one show whether all of them are inside.
     target_ids = torch.arange(num_tokens) + d2t
     is_inside = target_ids[0] >= 0 and target_ids[-1] < shape.vocab_size
     if not is_inside or bool((target_ids.diff() <= 0).any()):
@@ -279,10 +280,9 @@ def _compare_rope(
     if isinstance(shape, HeadShape) and parameters:
         expected.append(normalize(choose_entry(parameters), target.text_config))
 
-    # Compare each setting of the draft with the closest setting of the target.
+    # A target may have one rotary embedding for each kind of layer, and a head may use any of them.
+    # So compare the draft's embedding with the one that differs from it in the fewest settings.
     for entry in entries:
-        # A target may have one rotary embedding for each kind of layer, and a head may use any of
-        # them.
         closest = min(expected, key=lambda candidate: len(find_differing_names(entry, candidate)))
         for name in find_differing_names(entry, closest):
             what = (

@@ -148,8 +148,8 @@ class TokenProposer(Generic[DraftT]):
 class FeatureProposer(TokenProposer[ModuleT]):
     """A proposer whose draft reads the target's features and has a KV cache.
 
-    The draft has `config`, `aux_layers`, `shared`, `target_ids_W`, `rotary` and `fc`, as a `Head`
-    has them.
+    The proposer reads the draft's `config`, `aux_layers`, `shared`, `target_ids_W`, `rotary` and
+    `fc`, which every `DraftModule` has.
     """
 
     cache: DraftKVCache
@@ -180,15 +180,14 @@ class FeatureProposer(TokenProposer[ModuleT]):
     def count_committed(self, state: DecodingState) -> list[int]:
         """Return how many tokens of each row the target has read: all but the last.
 
-        Also checks that the draft's KV cache holds these positions, except the fresh ones, which
-        the draft reads in this round.
+        Also checks that the draft's KV cache holds these positions, except those that the last
+        round committed (`state.num_fresh` of each row): the draft reads them only in this round.
 
         Args:
             state: the sequences so far.
         """
         # The target reads the last token of a row only in the next pass.
         num_committed = [len(ids) - 1 for ids in state.token_ids]
-        # The fresh positions were committed in the last round, and the draft reads them now.
         num_cached = [
             count - fresh for count, fresh in zip(num_committed, state.num_fresh, strict=True)
         ]

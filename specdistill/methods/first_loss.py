@@ -55,8 +55,8 @@ def check_first_loss(
 ) -> None:
     """Measure a draft's loss before training, and make it smaller if a fresh draft's is too high.
 
-    For that, the output of the fresh draft is scaled down. An even guess among the draft's W tokens
-    has the loss ln W. A loss above ln W is logged as a warning.
+    To make the loss smaller, the output of the fresh draft is scaled down. An even guess among the
+    draft's W tokens has the loss ln W. A loss that stays above ln W is logged as a warning.
 
     Args:
         objective: the module that holds the draft and computes its loss. Its divergence is changed
@@ -161,7 +161,8 @@ def _measure(objective: nn.Module, inputs: dict[str, object]) -> float:
 def _build_probe(target: FrozenTarget, rows: Dataset) -> dict[str, Tensor]:
     """Build a small batch to measure the loss on: the first tokens of a few training rows.
 
-    Without training rows the batch holds random tokens. Every token counts in the loss.
+    Without training rows the batch holds random tokens. Every token except padding counts in the
+    loss.
     """
     # Take fewer rows for a large vocabulary, so that the logits fit into memory.
     num_rows = min(max(MAX_LOGITS // (NUM_TOKENS * target.vocab_size), 1), MAX_ROWS)

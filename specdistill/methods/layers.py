@@ -129,7 +129,8 @@ def is_one_plus_weight(norm: nn.Module) -> bool:
 
     For such a norm a weight of zero means a factor of one.
     """
-    # Set all parameters of a copy to zero. An ordinary norm then returns zeros.
+    # Set all parameters of a copy to zero. An ordinary norm then returns zeros, and a norm that
+    # multiplies by 1 + weight returns its normalized input.
     probe = copy.deepcopy(norm)
     for parameter in probe.parameters():
         parameter.zero_()
@@ -262,7 +263,7 @@ class Attention(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """An ordinary Llama layer, as every layer after a head's first one.
+    """An ordinary Llama layer, such as each layer of a head after its first.
 
     Without `input_norm` it is the first layer of an EAGLE-1 head.
     """
@@ -445,7 +446,7 @@ class Rotary(LlamaRotaryEmbedding):
 
         torch calls this for `.to()`, `.float()`, `.cuda()` and so on.
         """
-        # Convert everything, then put back the frequencies on the new device.
+        # Convert everything, then put the original frequencies back, moved to the new device.
         original_buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in list(self.named_buffers()):

@@ -204,8 +204,8 @@ class TrainedRecipe(Recipe):
         between them, they have to learn anew. A draft of `draft.init=PATH` is not fresh.
         """
         # `FRESH` lists the values of `draft.init` that take no weights from elsewhere. `standalone`
-        # means that the draft is a language model of its own. For such a method no value (None)
-        # means `layers`.
+        # means that the draft is a language model of its own. Such a draft is made of the target's
+        # layers if `draft.init` is `layers` or has no value (None).
         init = getattr(self.draft, "init", None)
         return init in self.FRESH or (METHODS[self.method].standalone and init in (None, "layers"))
 

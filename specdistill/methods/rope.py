@@ -127,7 +127,8 @@ def find_contradiction(config: RawConfig) -> str | None:
         place = "rope_parameters.full_attention"
         newer = newer["full_attention"]
 
-    # Within an entry, `rope_type` and its older name `type` must agree.
+    # Within an entry, `rope_type` and its older name `type` must agree. `type` may still have the
+    # older name of the kind, such as "su" for "longrope".
     for name, entry in ((place, newer), ("rope_scaling", older)):
         kind = entry.get("rope_type")
         older_kind = entry.get("type")

@@ -141,7 +141,10 @@ def count_weights_read(
 
 
 def count_layer_weights_read(model: PreTrainedModel) -> float:
-    """Return how many parameters one token is multiplied with before the LM head."""
+    """Return how many parameters one token is multiplied with before the LM head.
+
+    These are the parameters that a pass over one token reads, without those of the LM head.
+    """
     return float(count_weights_read(model) - model.get_output_embeddings().weight.numel())
 
 
@@ -185,9 +188,9 @@ class MethodFigures:
     """Acceptance and training data of a method, as others published them.
 
     Attributes:
-        alphas: the lower and the higher acceptance rate.
+        alphas: the lower and the higher acceptance rate; None if none is published.
         acceptance_source: where the rates are from.
-        training_tokens: distinct tokens that such drafts are trained on.
+        training_tokens: distinct tokens that such drafts are trained on; None if not published.
         training_source: where that number is from.
     """
 
@@ -260,8 +263,9 @@ class ModelConfigInfo:
         # A model with code of its own says itself which class it is.
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
-        # The config may name no class, or one of a causal language model. A model for text and
-        # images contains a causal language model, whatever the whole model is called.
+        # The config fits if it names no class, or the class of a causal language model, or if it
+        # has a `text_config`: a model for text and images contains a causal language model,
+        # whatever the whole model is called.
         class_names = set(self.raw.get("architectures") or [])
         has_fitting_class = (
             not class_names
@@ -269,8 +273,8 @@ class ModelConfigInfo:
             or bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
         )
 
-        # Models that read images have a language model inside; others must be in transformers' own
-        # list.
+        # Models that read images have a language model inside. Others must fit by their class, and
+        # their config must be in transformers' own list.
         is_known = reads_images(self.config) or (
             has_fitting_class and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
         )
@@ -362,7 +366,8 @@ class ModelConfigInfo:
 
         This is (stored bytes - bytes of all weights that are not quantized) / quantized weights.
         Checkpoints may also hold multi-token-prediction layers, which transformers' model lacks.
-        Each of them is taken to be as large as the model's last layer.
+        Each of them is taken to be as large as the model's last layer. Without quantized weights,
+        or if the stored bytes are unknown, the result is the size of an unquantized weight.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()
@@ -457,7 +462,8 @@ class WeightlessTarget(FrozenTarget):
             target.config, dtype=dtype, trust_remote_code=target.trust_remote_code
         )
 
-        # All attributes are those of the tiny random target, except those that depend on its size.
+        # All attributes are those of the tiny random target, except the ones that depend on the
+        # size of the model. They are replaced here and below.
         names = {part: name for name, part in tiny_target.model.named_modules()}
         vars(self).update(
             vars(tiny_target),

@@ -91,7 +91,7 @@ def use_recorded_template(
             expected="drafts that were trained with the same chat template",
         )
 
-    # There is at most one template.
+    # There is at most one template. Without one, the tokenizer keeps the target's own.
     for template in templates:
         tokenizer.chat_template = template
 
