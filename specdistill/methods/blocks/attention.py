@@ -29,14 +29,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 class BlockKVCache:
     """The `KVCache` of one training step of a block drafter.
 
+    A block is a known token, its anchor, followed by masks. Its P positions are called slots. They
+    see the context, which is the text before the anchor, and the slots of their own block.
+
     In each layer, the context enters by `append` first. Then the blocks `attend`.
 
     Attributes:
-        anchors_N: flattened positions of the anchors, ascending.
-        starts_N: where the documents of the anchors begin.
+        anchors_N: positions of the anchors of the N blocks in the flattened batch, ascending.
+        starts_N: where the document of each anchor begins, likewise.
         spans: the chunks of blocks on a CPU (see `objective.split_blocks`).
-        block_size: P.
-        window: M; None for no window.
+        block_size: P, the slots of a block.
+        window: the size of the sliding window in positions; None for no window.
         is_causal: whether a slot sees only the slots up to itself.
     """
 
@@ -131,8 +134,9 @@ class BlockKVCache:
     def _build_chunks(self, num_tokens: int, device: torch.device) -> None:
         """Build the attention mask of each chunk of blocks, and store it with the chunk's ranges.
 
-        The rows of a mask are the chunk's slots. The columns are the context that any of them sees,
-        and then the chunk's slots.
+        The rows of a mask are the chunk's slots (positions of its blocks). The columns are the
+        context that any of them sees, and then the chunk's slots. As keys, slots are numbered on
+        after the `num_tokens` tokens of the context (see `is_visible`).
 
         Args:
             num_tokens: the tokens of the flattened batch.
@@ -194,6 +198,9 @@ class BlockKVCache:
 
     def is_visible(self, slot: Tensor, index: Tensor, num_tokens: int) -> Tensor:
         """Return which keys each slot sees: the context before its anchor, and its own block.
+
+        Slots are the positions of a block. The first of them is the anchor, a known token of the
+        text; the context is the text before it.
 
         Args:
             slot: indices of slots, counted over all blocks.

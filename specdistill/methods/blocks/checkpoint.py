@@ -95,8 +95,9 @@ def check_block(
         name: what errors call the draft.
 
     Returns:
-        The config, and the draft's tensors. `t2d` is left out, and `d2t` too if the vocabulary is
-        not pruned. If the target is given, copies of its tables are also left out.
+        The config, and the draft's tensors. Of the vocabulary maps, `t2d` is left out, and `d2t`
+        too if the vocabulary is not pruned. If the target is given, copies of its embedding and LM
+        head are also left out.
 
     Raises:
         UserError: for tensors or sizes that do not fit, and for a mask token or layers that the
@@ -125,7 +126,8 @@ def check_block(
         expected, draft_tensors, name, key, what=f"a {kind.name} draft", optional=optional
     )
 
-    # Leave out copies of the target's embedding and LM head. Refuse other tables.
+    # Leave out copies of the target's embedding and LM head, and refuse tables that differ from the
+    # target's. The LM head of a pruned vocabulary is the draft's own, so it stays.
     if target is not None:
         for table_name in {EMBEDDING, HEAD} & optional & draft_tensors.keys():
             table = draft_tensors.pop(table_name)
@@ -149,8 +151,8 @@ def _check_mask_and_layers(config: BlockConfig, folder: Path, name: Path | str, 
         name: what errors call the draft.
         key: the recipe key that errors name.
     """
-    # The mask's embedding must be a row of the target's embedding. Some drafts ship one of their
-    # own in a file.
+    # The embedding of the mask must be a row of the target's embedding table. Drafts that ship
+    # another one, in a file of its own, are refused.
     if (folder / MASK_EMBEDDING).is_file():
         raise UserError(
             key,

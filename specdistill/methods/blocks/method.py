@@ -65,6 +65,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
             rows: training data, by which the draft vocabulary and a mask token are chosen.
         """
         # The draft is built with an arbitrary mask token first, because no weight depends on it.
+        # `chain_length_key`: a block must fit into the draft's sliding window, if it has one.
         build = partial(build_block_draft, self.kind, mask_token_id=0)
         load = partial(checkpoint.load_block, self.kind)
         draft = create_or_load(

@@ -49,11 +49,13 @@ Rotation = tuple[Tensor, Tensor]
 class BlockConfig(FeatureShape):
     """The shape and the switches of a block drafter.
 
+    A block is a known token, its anchor, followed by masks. Its positions are called slots.
+
     Attributes:
         block_size: P, slots of a block.
         mask_token_id: the token in slots whose own token is not drafted yet.
         is_causal: whether a slot sees only the slots up to itself.
-        sample_from_anchor: whether the anchor's slot predicts, too.
+        sample_from_anchor: whether the anchor's slot predicts a token, too.
     """
 
     block_size: int
@@ -63,7 +65,7 @@ class BlockConfig(FeatureShape):
 
     @property
     def first_slot(self) -> int:
-        """The first slot that predicts."""
+        """The first slot of a block that predicts a token; slot 0 is that of the anchor."""
         return 0 if self.sample_from_anchor else 1
 
     @property
@@ -102,14 +104,14 @@ class BlockLayer(PlainLayer):
 
 
 class BlockDraft(FeatureDraft):
-    """A block drafter.
+    """A draft that proposes a block of tokens in one pass.
 
     Attributes:
-        markov_head: None, or in a subclass a correction of the logits by the tokens before a slot,
-            once these are known (see specdistill.methods.dspark).
+        markov_head: None, or in a subclass a correction of the logits by the tokens before a slot
+            (a position of the block), once these are known (see specdistill.methods.dspark).
         confidence_head: None, or in a subclass a module that states how likely a draft token is
-            accepted. It reads hidden states [..., H] and embeddings [..., E] of the tokens before
-            them, and returns logits [...] of that chance.
+            accepted. It reads the hidden states [..., H] of slots and the embeddings [..., E] of
+            the tokens before the slots, and returns logits [...] of that chance.
     """
 
     config: BlockConfig
@@ -325,7 +327,8 @@ def choose_default_layers(num_layers: int, count: int = 5) -> list[int]:
         num_layers: the target's number of layers.
         count: how many layers to choose; a shallow target gives fewer.
     """
-    # In a shallow target several of the numbers round to the same layer, or to one outside.
+    # In a shallow target several of the numbers round to the same layer, or to one outside. So they
+    # are limited to the target's layers, and each layer is taken once.
     last = max(num_layers - 2, 1)
     spread = (round(2 + index * (last - 2) / (count - 1)) for index in range(count))
     return sorted({min(max(layer, 1), num_layers) for layer in spread})

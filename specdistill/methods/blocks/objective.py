@@ -69,8 +69,9 @@ def draw_blocks(
         The anchors, which are ascending positions [N] in the flattened batch; and whether each slot
         is learned, bool [N, K].
     """
-    # Mark the loss tokens of the flattened batch. They are never the first of a document, so a run
-    # of them is in one document. K positions past the end, without loss, spare a bounds check.
+    # Mark the tokens of the flattened batch that have a loss. The first token of a document never
+    # has one, so a run of marked tokens is in one document. K positions past the end, which are not
+    # marked, spare a bounds check.
     num_tokens = batch["position_ids"].numel()
     has_loss_S = torch.zeros(num_tokens + num_drafted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
@@ -78,7 +79,7 @@ def draw_blocks(
     has_loss_S[0] = False  # loss positions are padded with 0
 
     # Find the tokens before a loss token: index i of the slice from 1 on is the flag of token
-    # i + 1. If there are too many of them, draw some, or take every n-th.
+    # i + 1. If there are too many of them, draw some, or take some at even distances.
     candidates = has_loss_S[1:num_tokens].nonzero().flatten()
     max_anchors = min(num_anchors * len(batch["position_ids"]), num_tokens)
     if len(candidates) > max_anchors:
@@ -154,14 +155,14 @@ class BlockObjective(Objective):
         Args:
             draft: the block drafter.
             divergence: the loss of one token.
-            num_anchors: blocks per row.
+            num_anchors: the most blocks per row, on average (see `draw_blocks`).
             step_decay: the loss weight of drafted position k is step_decay ** k.
             temperature: divides both sets of logits.
             alpha: the smoothing of D-PACE, which weights the positions in place of `step_decay`;
                 None: no D-PACE.
             confidence_weight: the weight of the confidence head's loss, if the draft has such a
                 head: the cross-entropy of its confidence with the expected acceptance.
-            seed: the seed of the anchors.
+            seed: the seed with which the beginnings of the blocks (anchors) are drawn.
         """
         super().__init__(
             draft,
@@ -222,6 +223,8 @@ class BlockObjective(Objective):
         **other_columns: object,
     ) -> tuple[Tensor, StepSums]:
         """Compute the loss of N blocks, each of which predicts K tokens in one pass of the draft.
+
+        A block is a known token (its anchor) and masks; its positions are called slots.
 
         Args:
             input_ids: token ids [B, T] of packed rows, which hold several documents each.
@@ -288,6 +291,7 @@ class BlockObjective(Objective):
                 confidence_NK.float(), accepted_NK, reduction="none"
             )
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
+        # Metrics that were measured only for the confidence head are left out of the sums.
         sums = StepSums.from_losses(
             has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measures if measure)
         )
@@ -331,8 +335,8 @@ class BlockObjective(Objective):
             shape.is_causal,
         )
 
-        # Every block attends to the context before its anchor, and within itself. Slot k stands at
-        # the position of the anchor + k. Rotary tables have the dtype of the features.
+        # Every block attends to the context before its anchor, and within itself. Its slot k, from
+        # 0 on, stands at the position of the anchor + k. Rotary tables have the dtype of features.
         context = (draft.context(features), draft.rotary(features.last_hidden, position_ids))
         slots = torch.arange(shape.block_size, device=anchors.device)
         slot_position_NP = position_S[anchors].unsqueeze(1) + slots
@@ -342,6 +346,8 @@ class BlockObjective(Objective):
 
     def compute_row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
         """Return the loss and the metrics of r slots; with D-PACE, weight each loss by position.
+
+        A slot is a position of a block that predicts a token.
 
         Args:
             logits_rW: the draft's logits at the slots of whole blocks, over its W tokens.
@@ -388,6 +394,8 @@ def _select_targets(
     soft_targets: SoftTargets, token_R: Tensor, has_loss_R: Tensor, measure: bool, rows: slice
 ) -> tuple[TargetDistributions, Tensor, Tensor]:
     """Select the targets of some slots: what their logits are compared with in the loss.
+
+    Slots are the positions of blocks that predict a token.
 
     Args:
         soft_targets: the target's distributions at all R slots.

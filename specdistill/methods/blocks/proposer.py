@@ -46,7 +46,8 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     ) -> list[Proposal]:
         """Draft a chain of up to k tokens for each row, from one pass of the draft over a block.
 
-        See `Proposer.propose` for the arguments.
+        The positions of the block that predict a token are called slots here. See
+        `Proposer.propose` for the arguments.
         """
         slots = self._run_block(state, k, key="eval.num_speculative_tokens")
 
@@ -106,14 +107,15 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
         Args:
             state: the sequences so far, with the target's features of the added tokens.
-            k: how many slots must predict: the draft tokens of a chain, or the levels of a tree.
+            k: how many positions of the block must predict a token: the draft tokens of a chain, or
+                the levels of a tree.
             key: the recipe key that the error names.
 
         Returns:
-            The slots that predict, from which the logits are read.
+            The positions (slots) that predict, from which the logits are read.
 
         Raises:
-            UserError: if the block has fewer than k slots that predict.
+            UserError: if fewer than k positions of the block predict.
         """
         config = self.config
         if k > config.num_drafted:
@@ -142,10 +144,10 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
 
 class _Slots:
-    """The predicting slots of a block after its pass, read one slot at a time.
+    """The positions of a block that predict a token (slots), read one at a time after its pass.
 
-    The logits of a slot are corrected by the token drafted before it, if the draft has a
-    correction. They are computed for one token of each row, or for T nodes of each row's tree.
+    If the draft has a correction, the logits of a slot are corrected by the token drafted before
+    it. They are then computed for one such token of each row, or for T nodes of each row's tree.
     """
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
@@ -192,7 +194,8 @@ class _Slots:
         if draft.markov_head is None:
             return logits_BTW
 
-        # Add the correction, which depends on the token before.
+        # Add the correction, which depends on the token before, and keep its state for the next
+        # slot.
         assert self.state_BTE is not None
         correction_BTE, _, self.state_BTE = draft.markov_head.step(
             hidden_BTH, previous_BT, self.state_BTE

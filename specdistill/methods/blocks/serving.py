@@ -94,9 +94,9 @@ def build_vllm_loader(
         ignored: vLLM skips tensors whose names contain one of these texts or `t2d`.
         limits: features of drafts that vLLM does not support.
     """
-    # vLLM refuses unknown tensors, but does not report missing ones. Every version of it ("") looks
-    # under these two keys for the target layers that the draft reads. It counts them one less than
-    # this project, hence the 1.
+    # vLLM refuses unknown tensors, but does not report missing ones. Every version of vLLM ("")
+    # looks under these two keys for the target layers that the draft reads. The numbers there are
+    # one less than in this project, hence the 1.
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),

@@ -31,11 +31,14 @@ class DSparkConfig(BlockConfig):
     """The shape and the switches of a DSpark drafter.
 
     Attributes:
-        sample_from_anchor: the anchor's own slot predicts too.
-        markov_rank: E, the rank of the correction.
+        sample_from_anchor: whether the first position of a block predicts, too. It holds the known
+            token at which the block begins, the anchor.
+        markov_rank: E, the rank of the correction, by which the token before a position changes its
+            logits.
         markov_head_type: the kind of the correction (see the module).
         enable_confidence_head: whether the drafter states its confidence.
-        confidence_head_with_markov: whether the confidence head also reads e.
+        confidence_head_with_markov: whether the confidence head also reads the correction's
+            embedding of the token before.
     """
 
     sample_from_anchor: bool = True
@@ -46,7 +49,7 @@ class DSparkConfig(BlockConfig):
 
 
 class MarkovHead(nn.Module):
-    """The correction of the logits, of rank E.
+    """The correction of a slot's logits by the token before the slot, of rank E.
 
     The first results of `step` and `forward` have width E. Their products with markov_w2 [W, E] are
     added to the logits.
@@ -104,7 +107,8 @@ class MarkovHead(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the correction of one slot from its hidden state and the token before it.
 
-        The equations of the three kinds of correction are at the top of this file.
+        A slot is a position of the drafted block. The equations of the three kinds of correction
+        are at the top of this file.
 
         Args:
             hidden_BH: [B, H], the slot's hidden states.
