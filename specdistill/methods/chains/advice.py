@@ -42,7 +42,7 @@ class ChainAdvice(Advice[HeadT]):
         """Yield likely causes of low acceptance in a head whose files are right."""
 
     def build_simulation(self, draft: HeadT, num_tokens: int) -> TrainingTimeTest:
-        """Build the training-time test by forward KL, unrolled over K draft tokens."""
+        """Build the objective of a head that drafts K tokens in a row, with forward KL as loss."""
         return TrainingTimeTest(draft, forward_kl, num_tokens)
 
     def find_repairs(self, draft: HeadT, target: FrozenTarget) -> Iterator[tuple[str, HeadT]]:

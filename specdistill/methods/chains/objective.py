@@ -62,10 +62,10 @@ from specdistill.training.objective import (
 
 
 class UnrollKVCache:
-    """A `KVCache` for the unroll.
+    """A `KVCache` for the unroll: K draft steps in a row from every position, as in training.
 
-    Step 0 is causal within documents. Each later step adds one entry to each chain, which only this
-    chain sees.
+    The steps from one position, the root, are a chain. Step 0 is causal within documents. Each
+    later step adds one entry to each chain, which only this chain sees.
 
     With a window of M positions, step k of the root t stands at t + k and sees the positions after
     t + k - M. Its own chain has at most K - 1 entries and is always within the window.
@@ -77,11 +77,11 @@ class UnrollKVCache:
         """Create an empty cache for one unroll over a batch of packed rows.
 
         Args:
-            cumulative_lengths: int32, the start of each document in the flattened rows, then S.
-                Padding also belongs to a document.
+            cumulative_lengths: int32, the start of each document in the flattened rows, then their
+                length S. Padding also belongs to a document.
             longest: tokens of the longest document.
             num_layers: layers of the draft.
-            window: M; None for no window.
+            window: M, the size of the sliding window; None for no window.
         """
         self.cumulative_lengths = cumulative_lengths
         self.longest = longest
@@ -140,15 +140,16 @@ class UnrollKVCache:
 class ChainAttention(torch.autograd.Function):
     """The attention of step k of the unroll, with a backward pass of its own.
 
-    A query sees the keys of step 0 up to the root of its chain, and the keys of the later steps of
-    its own chain. A kernel computes the first part. The second part is merged into it by one
-    softmax over both.
+    In the unroll, training runs several draft steps in a row from every position. The steps from
+    one position, the root, are a chain. A query sees the keys of step 0 up to the root of its
+    chain, and the keys of the later steps of its own chain. A kernel computes the first part. The
+    second part is merged into it by one softmax over both.
 
     (query [S, N, d], cumulative_lengths, longest, window, key_0 [S, G, d], value_0 [S, G, e],
     key_1, value_1, ...) -> [S, N, e].
 
-    `window` is that of step 0. For the backward pass the function keeps, in addition to keys and
-    values: query, output, log-sum-exp and the weights of the chain.
+    `window` limits the keys of step 0 that a query sees. For the backward pass the function keeps,
+    in addition to keys and values: query, output, log-sum-exp and the weights of the softmax.
     """
 
     @staticmethod

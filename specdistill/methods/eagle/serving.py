@@ -48,7 +48,8 @@ SGLANG = Loader(
 
 def build_wrapped_config(export: HeadExport) -> dict[str, object]:
     """Return a head's config.json as vLLM expects it: with the head's keys nested under `model`."""
-    # None: the vocabulary is the target's. vLLM loads no bias of fc, so the head has none.
+    # `truncated_vocab_size` is None, because the vocabulary is the target's. vLLM loads no bias of
+    # fc, so the head has none.
     return {
         "model_type": "eagle",
         "model": {"architectures": ["LlamaForCausalLM"], **export.llama, "bias": False},

@@ -134,7 +134,8 @@ def check_eagle3(
         optional |= {"d2t", HEAD} if is_as_wide else {"d2t"}
     checkpoint.check_tensors(expected, head_tensors, name, key, what=DESCRIPTION, optional=optional)
 
-    # Leave out the maps that follow from the others, and an embedding that is the target's.
+    # Leave out `t2d` (it follows from `d2t`), the `d2t` of a vocabulary that is not pruned, and an
+    # embedding that is a copy of the target's.
     head_tensors.pop("t2d", None)
     if not config.prunes_vocabulary:
         head_tensors.pop("d2t", None)

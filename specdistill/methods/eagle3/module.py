@@ -97,7 +97,8 @@ class FirstLayer(nn.Module):
             rotary: cos and sin [B, T, d] of the positions.
             kv_cache: keys and values of earlier positions and steps.
         """
-        # This is layer 0 of the head, under which the cache stores keys and values.
+        # The 0 in the call of the attention is the index of this layer in the head, under which the
+        # cache stores keys and values.
         normed = self.hidden_norm(hidden_BTH)
         residual = normed if self.norm_before_residual else hidden_BTH
         concatenated = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
