@@ -43,9 +43,10 @@ class ExitConfig:
         vocab_size: V.
         hidden_size: H.
         num_target_layers: the number of the target's layers.
-        exit_layer: E, which is below `num_target_layers`.
+        exit_layer: E, how many of the target's layers draft; below `num_target_layers`.
         intermediate_size: the width of the MLP.
-        has_gain: whether o_t is multiplied by an `output_gain` [H].
+        has_gain: whether the hidden states that the LM head reads are multiplied by a learned
+            `output_gain` [H].
     """
 
     hidden_act: ClassVar = "silu"

@@ -133,9 +133,9 @@ class SplitTarget(CachedTarget):
 
         The test reads a short sequence, in which draft tokens are rejected.
         """
-        # Read the root and a draft token in two parts, then two more draft tokens. Reject all draft
-        # tokens, and read the token that follows the root instead. REJECTED_TOKENS and NEXT_TOKENS
-        # begin with the same root.
+        # Take the two REJECTED_TOKENS, a root and a draft token, through the first layers one by
+        # one. Then read these and two more draft tokens. Reject all draft tokens, and read the
+        # token that follows the root in NEXT_TOKENS instead. Both lists begin with the same root.
         self.begin([PROMPT])
         for token in REJECTED_TOKENS:
             self.advance(torch.tensor([[token]], device=self.target.device))
@@ -162,8 +162,8 @@ def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
     Raises:
         LookupError: if layers and norm are no direct parts of the decoder.
     """
-    # Copy the decoder and its table of submodules, but not the submodules. So the copy can have
-    # others without a change of the target.
+    # Copy the decoder and its table of submodules, but not the submodules. So some of them can be
+    # replaced in the copy, and the target keeps its own.
     view = copy.copy(target.backbone)
     view._modules = dict(view._modules)
 
