@@ -23,7 +23,7 @@ class Lookup(Protocol):
     """A lookup in one sequence, and perhaps in earlier outputs.
 
     Attributes:
-        settings: as in `Proposer`.
+        settings: the settings of the lookup, as they stand in reports.
     """
 
     @property
@@ -60,7 +60,7 @@ class LookupProposer:
         self.rows: list[Lookup] = []
 
     def has_drawn_candidates(self, sampling: Sampling, tree: TreeShape | None) -> bool:
-        """Return False: looked-up tokens are certain."""
+        """Return False, because tokens that are looked up are not drawn at random."""
         return False
 
     def count_passes(self, k: int) -> int:
@@ -115,8 +115,8 @@ class LookupAdvice(Advice[nn.Module]):
     ) -> sizes.PlannedDraft:
         """Return the size of a lookup for `specdistill plan`.
 
-        A lookup has no parameters, and no layers, so that the shape of the layers is None. It can
-        draft every token of the target's vocabulary.
+        A lookup has no parameters and no layers, so the shape of its layers is None. It can draft
+        every token of the target's vocabulary.
         """
         return sizes.PlannedDraft(
             parts=sizes.ParameterCounts(parameters=0, read=0, num_layers=0),

@@ -55,10 +55,10 @@ class NgramEvalConfig(EvalConfig):
     def _check_engine_supports_values(self) -> "NgramEvalConfig":
         """Check that an engine that this command starts supports the values of `eval.ngram`."""
         if ENGINE_IS_STARTED.holds(self):
-            # An engine looks up by its own rule, so `rule` may only have its default or the
-            # engine's name. For llama.cpp the default is not allowed either: it has a shortest
-            # length, `min`, but all n-grams of llama.cpp have one length. The check of that length
-            # is the same as for a lookup in front of a draft (`LookupFirstConfig`).
+            # An engine looks up by its own rule, so `rule` must be the engine's name or the
+            # default. For llama.cpp it must be the name: the default rule also looks up shorter
+            # n-grams, from `min` tokens on, but all n-grams of llama.cpp have `max` tokens. This
+            # length is checked as for a lookup in front of a draft (`LookupFirstConfig`).
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
             check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):

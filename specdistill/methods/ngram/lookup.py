@@ -113,7 +113,8 @@ class NgramLookup:
 
         N-grams that end with the text's last token are not added, because nothing follows them yet.
         """
-        # llama.cpp's rule skips one more token at both ends of the text.
+        # llama.cpp's rule skips one more token at both ends of the text: it adds no n-gram that
+        # begins the text or ends with one of the last two tokens.
         num_skipped = 1 if self.rule == "llama.cpp" else 0
 
         # Index every n-gram that ends at a new position. vLLM's rule keeps the first occurrence of

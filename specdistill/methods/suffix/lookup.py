@@ -54,8 +54,8 @@ Place: TypeAlias = Node | int  # int: the position after a string's only occurre
 class SuffixTrie:
     """A trie of the strings in some texts.
 
-    Adding a token takes at most depth + 1 steps: as many as there are tokens in the longest string
-    that ends with it and occurred before.
+    Adding a token takes one step for each suffix of the text that has a node, and one for the empty
+    suffix: at most depth + 1 steps.
     """
 
     def __init__(self, depth: int) -> None:
@@ -70,8 +70,9 @@ class SuffixTrie:
         for token in tokens:
             # Count the token after each suffix of the text that occurred before, which has a node,
             # and after the empty suffix, the root. `_open_nodes` holds these nodes, the longest
-            # suffix first, so its last `depth` nodes are the suffixes of up to `depth` tokens. For
-            # the next token, it then gets the nodes of the suffixes that end with this token.
+            # suffix first, so its last `depth` nodes are the suffixes of up to `depth` tokens. Then
+            # it is filled for the next token, with the nodes of the suffixes that end with this
+            # one.
             self.tokens.append(token)
             longer_nodes = [
                 self._count_follower(node, token)
@@ -93,8 +94,8 @@ class SuffixTrie:
             The token, and its share of all tokens that followed the string. None if no token ever
             followed it.
         """
-        # Walk down the trie, token by token. A place is a node. If a string occurred only once, its
-        # place is the position after it in the text.
+        # Walk down the trie, token by token. The place of a string is its node or, if the string
+        # occurred only once, the position after it in the text.
         place: Place = self._root
         for token in tokens:
             longer_place = self._extend_place(place, token)
@@ -102,8 +103,8 @@ class SuffixTrie:
                 return None
             place = longer_place
 
-        # A string without a node occurred once. The token after it is the only candidate, unless
-        # its text ended there.
+        # A string without a node occurred once. The token after it is the only candidate, with the
+        # share 1, unless the text ended there.
         if not isinstance(place, Node):
             token = self._read_token(place)
             return None if token == END_MARK else (token, 1.0)
@@ -141,9 +142,10 @@ class SuffixTrie:
             The node of the longer string, which ends with the token. None if the longer string
             occurred for the first time, so that it has no node yet.
         """
-        # To save memory, a string that occurred once has no node: the number of the position after
-        # it stands in place of the node. At its second occurrence it gets a node with count 2. The
-        # token that followed the first occurrence becomes the node's first child.
+        # To save memory, a string that occurred once has no node: in place of the node stands the
+        # position after it, which is `len(self.tokens)` for a string that has just occurred. At its
+        # second occurrence it gets a node with count 2. The token that followed the first
+        # occurrence, if there is one, becomes the node's first child.
         node.followed += 1
         child = node.children.get(token)
         if child is None:
@@ -172,7 +174,7 @@ def count_occurrences(place: Place) -> int:
 
 
 class SuffixLookup:
-    """A lookup in two tries: one of the request, and one of past outputs, which copies share."""
+    """A lookup in two tries: one of the request, and one of past outputs that its copies share."""
 
     def __init__(self, **keys: object) -> None:
         """Create an empty lookup.
