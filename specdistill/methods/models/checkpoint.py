@@ -236,7 +236,8 @@ def add_both_spellings(config: RawConfig) -> RawConfig:
     Version 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`; version 5 reads
     `rope_parameters` and `dtype`. The names that are missing are added.
     """
-    # Before version 5, transformers spread the rotary embedding's parameters over two keys.
+    # Before version 5, transformers spread the rotary embedding's parameters over two keys. Join
+    # them, as in version 5.
     rope = config.get("rope_parameters")
     if rope is None and "rope_theta" in config:
         rope = {
@@ -246,8 +247,9 @@ def add_both_spellings(config: RawConfig) -> RawConfig:
         }
     keys = dict(config)
 
-    # Layers of several kinds have parameters for each kind, and no single `rope_theta`. Version 4
-    # writes `rope_scaling` as null if the embedding is a plain one, of the type `default`.
+    # Add the keys of both versions. If layers of several kinds have parameters for each kind, there
+    # is no single `rope_theta`, and nothing is added. Version 4 writes `rope_scaling` as null if
+    # the embedding is a plain one, of the type `default`.
     if rope and "rope_theta" in rope:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         keys["rope_parameters"] = rope

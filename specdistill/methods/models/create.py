@@ -132,7 +132,8 @@ def _build_from_target(
     if init == "layers":
         check_decoder(target.model)
 
-    # By default a quarter of the target's layers, but at least two, if the target has as many.
+    # By default the draft has a quarter of the target's layers, but at least two, if the target has
+    # as many.
     with convert_errors(
         (AttributeError, RuntimeError), "draft.init", f"{init} of {target.name}", DECODER_HINT
     ):

@@ -150,9 +150,9 @@ class Distillation(Objective):
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
         """Return the target's distributions as soft targets, for the loss and the metrics.
 
-        They are at temperature 1, at which acceptance is measured. `compute_row_losses` brings them
-        to the temperature of the loss. In training with hard labels they are None, because the loss
-        does not need them, and the target need not run.
+        The distributions are at temperature 1, at which acceptance is measured;
+        `compute_row_losses` brings them to the temperature of the loss. In training with hard
+        labels there are none (None): the loss does not need them, and the target need not run.
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}

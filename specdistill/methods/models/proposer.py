@@ -289,8 +289,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
     ) -> list[Proposal]:
         """Draft a chain of up to k tokens after each of B rows.
 
-        A row with little room in the draft's context gets a shorter chain. It is padded until the
-        other rows are done.
+        A row with little room in the draft's context gets a shorter chain. Once this chain is
+        complete, the row is fed no more tokens and waits for the other rows.
         """
         # Find the tokens that each row must be fed, and its number of draft steps. A model with a
         # mask token computes the logits [B, K, W] of all K steps in one pass (W: tokens that draft
@@ -451,7 +451,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         if self.mask_token_id is None or not any(steps):
             return None
 
-        # Put K - 1 masks after each row's tokens, and run them in one pass.
+        # Put steps[b] - 1 masks after the tokens of row b, and run all rows in one pass.
         rows = [
             feed + [self.mask_token_id] * (count - 1)
             for feed, count in zip(feeds, steps, strict=True)

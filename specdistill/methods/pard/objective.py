@@ -117,8 +117,9 @@ class ParallelDistillation(Distillation):
         draft: the draft model.
         divergence: the loss of one token.
         num_positions: K, of which K - 1 are masks.
-        retention: the share of the conditional drop (see the module).
-        min_retention: the smallest share that the conditional drop falls to.
+        retention: mask i is trained after a share retention ** i of the tokens (PARD's conditional
+            drop).
+        min_retention: the smallest share of the tokens, for masks of any i.
         seed: the seed of the drop. In training, the drop is drawn anew each time that a row is
             read. Held-out rows always have the same drop.
         temperature: divides both sets of logits in the loss.
@@ -156,7 +157,7 @@ class ParallelDistillation(Distillation):
                 expected="a model that obeys a given attention mask and given position ids",
             )
 
-        # Attention masks separate the documents here, not their lengths.
+        # Here documents are separated by attention masks, so no layer needs their lengths.
         self.packed_configs = []
         self.drop = (num_positions, retention, min_retention)
         self.seed = seed
