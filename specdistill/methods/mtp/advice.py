@@ -89,8 +89,8 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
                 " layer",
             )
 
-        # The cost of training is counted by these widths alone, because a class may have no other
-        # widths that all its layers share.
+        # The cost of training is counted by the hidden size and the width of the MLP (or of an
+        # expert) alone, because a class may have no other widths that all its layers share.
         width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size
 
         # The draft's KV cache is as large as that of the target's last full-attention layer.

@@ -550,8 +550,9 @@ def _convert_tensors(
         tensors = tensor_names.merge_experts(tensors)
 
     # If the checkpoint has such a layer, the draft must have the same tensors, except for those
-    # that repeat the target's embedding and LM head (`naming.copies`). If the checkpoint has no
-    # such layer, the repeated tensors are added.
+    # that repeat the target's embedding and LM head (`naming.copies`). `^` finds the names that
+    # only one of the two has. If the checkpoint has no such layer, the draft must have the
+    # projection and the norms (`naming.names`), and the repeated tensors are added.
     if layer_names:
         replaced_names = layer_names - {prefix + name for name in naming.copies}
         wrong_names = replaced_names ^ tensors.keys()

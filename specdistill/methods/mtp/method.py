@@ -35,11 +35,14 @@ class Mtp(ChainMethod[MtpRecipe, MtpDraft]):
         return bool(names) and config.get("architectures") == [checkpoint.ARCHITECTURE]
 
     def create(self, recipe: MtpRecipe, target: FrozenTarget, rows: Dataset) -> MtpDraft:
-        """Take the target's own layer, a fresh one, or the one of `draft.init`."""
+        """Create the draft of a recipe: the target's own layer, a fresh or a trained one.
+
+        `draft.init` says which (see `checkpoint.build_mtp`).
+        """
         return checkpoint.build_mtp(target, init=recipe.draft.init, seed=recipe.seed)
 
     def save(self, draft: MtpDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write a layer."""
+        """Write a layer into a folder, in specdistill's own layout."""
         checkpoint.save_mtp(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> MtpDraft:
@@ -64,7 +67,7 @@ class Mtp(ChainMethod[MtpRecipe, MtpDraft]):
         checkpoint.check_mtp(folder, tensors, target, key=key, name=name)
 
     def check_native(self, shapes: Mapping[str, Size], target: TargetFiles) -> int:
-        """Check the layer in a target's own checkpoint."""
+        """Check the layer in a target's own checkpoint, and return the number of its tensors."""
         return checkpoint.check_native(shapes, target)
 
     def check_served(

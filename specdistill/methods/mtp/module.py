@@ -218,7 +218,7 @@ class MtpDraft(Head):
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
             """Note the request, and return the values [B, N, T, d] in place of attention.
 
-            Each of the G value heads is repeated for its query heads, of which there are N. So the
+            Each of the G value heads is repeated for the N / G query heads that share it. So the
             result has the shape that the layer expects of an attention's output.
             """
             requested_layers.append(layer)
