@@ -232,7 +232,7 @@ def _try_on_prompts(
         )
 
     # Decode the prompts with the draft, and look for the cause if few draft tokens are accepted.
-    # `list_method_options` returns the options of each method in the list: here there is only one.
+    # `list_method_options` returns the options of each method in a list, which has one method here.
     with collect_refusals(diagnosis):
         method_options = list_method_options(options, [diagnosis.method])[0]
         proposer = load_proposer(
@@ -240,8 +240,9 @@ def _try_on_prompts(
         )
         diagnosis.acceptance = check_acceptance(diagnosis, target, proposer, prompts)
 
-        # Decode the prompts once more with the lookup in front of the draft. K is as before, or the
-        # number of tokens that the draft proposes behind the lookup (`levels`) if that is larger.
+        # Decode the prompts once more with the lookup in front of the draft. The number of tokens
+        # per round is as before, or `levels` if that is larger: the number of tokens that the draft
+        # proposes where nothing is looked up.
         lookup_first = options.eval.lookup_first
         if lookup_first:
             method_options |= {"lookup_first": lookup_first, "logs": False}
@@ -288,7 +289,8 @@ def examine_draft(
     if diagnosis.refused:
         return diagnosis
 
-    # Look at the values of the tensors, and at a key of config.json that engines need.
+    # Look at the values of the tensors, and for a key that engines need: `architectures`, which may
+    # be in config.json itself or in a nested section.
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     diagnosis.num_tensors = len(tensors)
     diagnosis.dtype = choose_stored_dtype(floats) if floats else None
@@ -354,7 +356,8 @@ def _check_fit(
             folder, tensors, target, key=KEY, name=folder, **method_options
         )
 
-    # Settings that differ from the target's are findings, even if the draft can be loaded.
+    # Settings that differ from the target's are findings, even if the draft can be loaded. If one
+    # of them is a problem, nothing is decoded with the draft.
     mismatches = list(
         find_mismatches(
             diagnosis.method, config, tensors, diagnosis.config, target, **method_options
@@ -463,7 +466,8 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         if largest == 0 and "norm" in name and not may_be_zero:
             name_in_layer = LAYER.sub("", name.removesuffix(".weight"))
             # A multi-token-prediction layer has further norms around it, which the model lacks.
-            # They are of the same kind as the norms in the layer.
+            # They are of the same kind as the norms in the layer, so they count as norms that
+            # multiply by 1 + weight if any norm of the model does.
             any_norm_adds_one = any(adds_one_at().values())
             may_be_zero = adds_one_at().get(name_in_layer, any_norm_adds_one)
         if largest == 0 and not may_be_zero:
@@ -553,7 +557,8 @@ def find_loader_problems(
 def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     """Read the best acceptance length that a draft's training simulated, from its history.
 
-    It belongs to the draft's weights: training saves those of its best evaluation.
+    The best one is that of the draft's weights, because training saves the weights of its best
+    evaluation.
 
     Returns:
         The acceptance length and the draft tokens per round; None without a history.
@@ -567,7 +572,7 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
 
-    # An evaluation has an entry for each drafted position, such as `eval_acceptance_1`.
+    # An evaluation has an entry for each draft token of a round, such as `eval_acceptance_1`.
     positions = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
     return SimulatedAcceptance(
         num_tokens=len(positions) or DEFAULT_STEPS, length=float(best["eval_acceptance_length"])
@@ -592,8 +597,8 @@ def check_acceptance(
     """
     assert diagnosis.method is not None
 
-    # Decode with as many draft tokens per round as in the evaluations of training, or else with
-    # DEFAULT_STEPS. They must fit into the draft's sliding window.
+    # Decode with as many draft tokens per round as in the evaluations of training. Without a
+    # history, take DEFAULT_STEPS, or fewer if the draft has a smaller sliding window.
     expected = diagnosis.recorded
     window = diagnosis.config.sliding_window if diagnosis.config else None
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
@@ -601,8 +606,8 @@ def check_acceptance(
     decoded = compute_acceptance_length(completions, num_tokens)
     findings = _compare_with_training(expected, decoded, completions)
 
-    # Look for a wrong setting of the draft: one whose repair makes its predictions closer to the
-    # target's. A setting is known to be right if it is in the recipe of the draft's run.
+    # Look for a wrong setting of the draft. A setting is wrong if repairing it brings the draft's
+    # predictions closer to the target's, and right if it is in the recipe of the draft's run.
     advice = load_method(diagnosis.method).advice
     run = run_of(diagnosis.folder)
     recipe = read_run_recipe(run) if run else None
@@ -652,7 +657,7 @@ def _compare_with_training(
         completions: the completion of each prompt, decoded with the draft.
 
     Returns:
-        A list with one finding, or an empty list.
+        A list with one finding; empty if enough draft tokens are accepted.
     """
     # Compute the share of rounds that accept their first draft token.
     is_first_accepted = []
@@ -803,9 +808,9 @@ def _find_cause(
     """Find the wrong setting of a draft that explains why few draft tokens are accepted.
 
     The method of the draft knows likely causes, such as a wrong rotary base, and how to repair each
-    one. Each repair is tried on completions of the target. The repair that lowers the KL divergence
-    to the target most names the cause. The evidence must be clear: the confidence interval of the
-    drop in divergence, over prompts, must exclude 0.
+    one. Each repair is tried on completions of the target. The cause that is found is the one whose
+    repair lowers the KL divergence to the target most. The evidence must be clear: the confidence
+    interval of this drop, over prompts, must exclude 0.
 
     Args:
         advice: the advice of the draft's method, which simulates drafting and makes the repairs.
@@ -976,7 +981,8 @@ def _fit(
     _, sums = objective(**inputs, **target_outputs, measure=True)
 
     # Average the divergence over the draft steps. The acceptance length is 1, for the target's own
-    # token, plus for each step the share of chains that are right up to and including this step.
+    # token, plus for each step the share of drafts whose tokens are right up to and including this
+    # step.
     mean_losses = [
         float(total / count) for total, count in zip(sums.loss, sums.loss_tokens, strict=True)
     ]

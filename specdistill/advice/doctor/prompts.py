@@ -39,7 +39,7 @@ def run_of(draft: Path) -> Path | None:
 
 
 def read_run_recipe(run: Path) -> Recipe:
-    """Read the recipe that a run has recorded in its folder; code of its target is not run."""
+    """Read the recipe that a run has recorded, without running code that the target may have."""
     return load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
 
 
@@ -103,8 +103,8 @@ def _select_held_out_prompts(
     """Make prompts from the packed rows that a run held out from training.
 
     The prompt of a row is the beginning of its first document, up to the first token with a loss,
-    which is the first token of an answer. A document without such a beginning gives its first half,
-    up to TEXT_PROMPT_TOKENS tokens.
+    which is the first token of an answer. If the document begins with a loss, or has none, its
+    first half is taken, but at most TEXT_PROMPT_TOKENS tokens.
 
     Args:
         run: the folder of the run.
@@ -133,12 +133,13 @@ def _select_held_out_prompts(
     if manifest.fit.tokenizer != hash_tokenizer(target.tokenizer):
         return []
 
-    # Take rows at even distances. The first document of a row has the document id 0.
+    # Take rows at even distances. The first document of a row has the document id 0. A prompt that
+    # leaves too little context for a completion is skipped.
     prompts = []
     for row in rows.select(range(0, len(rows), max(1, len(rows) // num_prompts))):
         length = row["document_ids"].count(0)
-        # Find the first token with a loss. The appended 1 stands for the end of the document, in
-        # case that no token has a loss.
+        # Find the first token with a loss. The appended 1 makes this the end of the document if no
+        # token has a loss.
         answer_start = [*row["loss_mask"][:length], 1].index(1)
         num_prompt_tokens = min(TEXT_PROMPT_TOKENS, length // 2)
         if 0 < answer_start < length:

@@ -167,8 +167,9 @@ class Machine(Device):
             parameters: not used here: the measured times include the arithmetic.
             num_tokens: tokens of the pass.
         """
-        # Beyond the largest measured number, `np.interp` returns the cost of this number. The
-        # factor `excess` makes it grow there.
+        # `row_costs` has the measured times: number of tokens -> time relative to one token. Beyond
+        # the largest number, `np.interp` returns the time of that number. There the factor
+        # `excess`, which is 1 otherwise, makes the time grow.
         assert self.row_costs is not None
         rows = [*self.row_costs]
         excess = max(1.0, num_tokens / rows[-1])
@@ -179,9 +180,9 @@ class Machine(Device):
 class Ledger(TorchDispatchMode):
     """A mode that counts what the operations within it do.
 
-    A storage that existed before does not count. torch raises an error for an operation whose
-    result has a shape that depends on values. On a GPU, the host would have to wait for such an
-    operation.
+    Memory that existed before the mode was entered does not count. torch raises an error for an
+    operation whose result has a shape that depends on values. On a GPU, such an operation would
+    make the host wait.
 
     Attributes:
         live: bytes held now.
@@ -324,8 +325,8 @@ def count_training_step(
     Returns:
         The ledger with the counts.
     """
-    # Build a recipe. It must have these keys, whose values do not matter here. Only its section
-    # `draft` does.
+    # Build a recipe, of which only the section `draft` matters here. The other keys are required,
+    # and may have any value.
     values = {
         "method": method,
         "target": {"model": method},
@@ -365,7 +366,7 @@ def count_training_step(
             for name, value in batch.items()
         }
         ledger = Ledger() if ledger is None else ledger
-        with ledger, use_gpu_block_sizes():  # The Trainer computes the loss in the same way.
+        with ledger, use_gpu_block_sizes():
             with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
                 with torch.no_grad():
                     target_outputs = objective.read_target(weightless, batch)
@@ -455,8 +456,8 @@ def time_products(
     Returns:
         For each number of input rows, the seconds per element of the matrices.
     """
-    # Take so many matrices that they exceed the CPU's cache. Together they have no more elements
-    # than the target has parameters.
+    # Take so many matrices that they exceed the CPU's cache. But for a small target, take no more
+    # elements than it has parameters.
     num_elements = min(BANK_BYTES // dtype.itemsize, num_parameters)
     num_matrices = max(1, min(MAX_MATRICES, num_elements // (width * inner_width)))
     matrices = torch.ones(num_matrices, inner_width, width, dtype=dtype)

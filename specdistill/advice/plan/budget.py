@@ -41,7 +41,7 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 def count_kv_itemsize(serving: ServingOptions, target: ModelConfigInfo) -> int:
     """Return how many bytes a number in the KV cache takes.
 
-    Its dtype is that of the KV cache in the options, else that of the weights.
+    The dtype of the cache is the one in the options, else that of the weights.
     """
     return target.itemsize(parse_dtype(serving.kv_cache_dtype) or parse_dtype(serving.dtype))
 
@@ -104,7 +104,7 @@ class Budget:
     Attributes:
         parts: bytes of each part that the device holds, by name.
         needs: bytes of memory that a device needs, including the share that the engine leaves free.
-        fits: whether the parts fit into the memory that a device has by the options.
+        fits: whether the parts fit into the memory of a device that the options allow to use.
         room: tokens of context that all sequences together can have in that memory; 0 if the
             weights alone do not fit, and None if there is no limit, because no layer caches all
             tokens.

@@ -284,7 +284,7 @@ class Scenario:
         return self._estimate_target_pass(1, spread=True)
 
     def estimate_verification(self, most: int, *, spread: bool) -> list[float]:
-        """Estimate v, the cost of verifying K draft tokens in plain target steps, for each K.
+        """Estimate v, the cost of verifying K draft tokens divided by a plain step's, for each K.
 
         Args:
             most: the largest K. The result has a number for each K from 1 to this.
@@ -300,8 +300,9 @@ class Scenario:
     def _estimate_target_pass(self, num_tokens: int, *, spread: bool) -> float:
         """Estimate the cost of a pass of the target over some tokens of each sequence, in bytes.
 
-        `spread` says whether each token of a mixture of experts goes to experts of its own. The
-        pass then reads the weights of more experts.
+        `spread` says whether each token of a mixture of experts goes to experts of its own. If so,
+        the pass reads the weights of more experts. If not, the tokens of a sequence share their
+        experts, so that they count as one.
         """
         tokens_with_own_experts = self.serving.batch_size * (num_tokens if spread else 1)
         return self.count_pass_bytes(
@@ -436,7 +437,8 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
 def _read_initial_draft(recipe: str | None, settings: RecipeKeys) -> ModelConfigInfo | None:
     """Read the config of the model that a shipped recipe starts from; None for a fresh draft.
 
-    The config ships with the recipe.
+    The config ships with the recipe, in a folder `draft` next to it. None is also returned if there
+    is no such folder.
     """
     init = settings.get("draft", {}).get("init")
     if recipe is None or init in (None, *FRESH_INITIALIZATIONS):
@@ -583,8 +585,8 @@ def _estimate_training(
     Returns:
         Fields of a PlanRow, by name.
     """
-    # A draft without weights needs no training, so its disk space and hours are 0. Both are unknown
-    # if the number of training tokens is.
+    # A draft without weights needs no training, so its disk space and hours are 0. Without a number
+    # of training tokens, both are None.
     if planned.shape is None:
         zero_or_unknown = None if tokens is None else 0
         return {
@@ -615,7 +617,8 @@ def _estimate_training(
     device_memory = scenario.serving.memory_gb * 2**30
     launch = _choose_launch(target, memory, device_memory, scenario.device.most_per_machine)
 
-    # The recipe's own launch and length take precedence.
+    # Training takes one pass over the tokens with this launch. But if a recipe is used unchanged,
+    # the recipe's own launch and number of steps count.
     trained = tokens
     if settings:
         configuration, num_processes = launch_of(str(recipe))
@@ -674,7 +677,7 @@ def estimate_training_needs(
 
     Args:
         method: the method.
-        planned: the sizes of the draft, which has layers.
+        planned: the sizes of the draft, which must have layers.
         target: the target.
         device: the device that trains.
         draft_keys: keys of the recipe's section `draft`.
@@ -803,7 +806,7 @@ def list_own_recipes(target: ModelConfigInfo) -> list[str]:
     """
     names = []
     for config_path in sorted(RECIPES.glob("*/config.json")):
-        # Most configs differ in the hidden size, so the others need not be built.
+        # Most configs have another hidden size. Their models need not be built.
         raw = read_json(config_path)
         text = raw.get("text_config") or raw
         if text.get("hidden_size") != target.text.hidden_size:
@@ -842,9 +845,9 @@ def find_recipe(
         own_recipes: the names of the recipes for models of the target's sizes.
 
     Returns:
-        The name and the keys of the recipe for this very target. If there is none: the name of the
-        recipe for small targets, or else of the one for pico, and no keys. If there is no recipe at
-        all: None and no keys.
+        The name and the keys of the recipe for this very target or its sizes. If there is none: the
+        name of the recipe for small targets, or else of the one for pico, and no keys. If there is
+        no recipe at all: None and no keys.
     """
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
@@ -896,15 +899,16 @@ def select_best_k(
 ) -> ExpectedSpeedup:
     """Choose the number K of draft tokens per round that gives nearly the best speedup.
 
-    The speedup is S = AL / (v + c·K), with the acceptance length AL = 1 + alpha + … + alpha^K
-    (arXiv 2211.17192). The smallest K whose S is within 1 % of the best S is chosen.
+    The speedup is S = AL / (v + c·n), with the acceptance length AL = 1 + alpha + … + alpha^K
+    (arXiv 2211.17192) and n passes of the draft per round. The smallest K whose S is within 1 % of
+    the best S is chosen.
 
     Args:
         alpha: the acceptance rate, the same at every position.
         verify: v for K = 1, 2, …: the cost of verifying K draft tokens, in plain target steps.
         c: the cost of one pass of the draft, in plain target steps.
-        passes: how many passes the draft takes per round: "K" for one per draft token, "1" for one
-            in total, "0" for a lookup. The cost of drafting is c times this number.
+        passes: n, the passes that the draft takes per round: "K" for one per draft token, "1" for
+            one in total, "0" for a lookup.
     """
     # Compute S for every K.
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]

@@ -68,8 +68,8 @@ class TargetFacts(TypedDict):
         model: the target's name.
         revision: the commit of a Hub id.
         trust_remote_code: whether the repository's own code is run.
-        model_type: of its text config.
-        dtype: of its weights.
+        model_type: the model type in its text config.
+        dtype: the dtype of its weights.
         quantization: the kind of quantization of its weights; None for none.
         parameters: all parameters.
         bytes: bytes of all weights.
@@ -113,7 +113,7 @@ class Plan:
         warnings: what the plan cannot know, and what does not fit.
         serving: how the target is to be served.
         alone: what each device holds while it serves without a draft.
-        device: the name of a device.
+        device: the name of the device that serves and trains.
         assumptions: the assumptions of the estimates, in sentences.
     """
 
@@ -272,8 +272,9 @@ def recommend_method(
     Returns:
         `method`: the name of the method. `recipe`: the shipped recipe for these sizes. `reason`: a
         sentence. `start`: the commands that train or measure it. `lookup`: the command that
-        measures n-gram lookup. `alternatives`: other recipes and methods, in words. `generated`:
-        the commands of the best method without a shipped recipe. Each is None if there is none.
+        measures n-gram lookup. `alternatives`: other recipes and methods, in words. `generated`: if
+        a shipped recipe is recommended, the commands of the best draft without one. Each is None if
+        there is none.
     """
     # In any case, recommend to measure n-gram lookup, because it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
@@ -281,6 +282,7 @@ def recommend_method(
     lookup_command = _format_eval_command(lookup, target, budget, suite)
 
     # A recipe for this very target comes before commands that are put together from estimates.
+    # `generic` is the best row without such a recipe.
     recipe_rows = _list_recipe_rows(rows, target)
     others = [row for row in rows if row not in recipe_rows]
     generic = _choose_row(others, lookup, target)
@@ -316,11 +318,12 @@ def recommend_method(
 def _list_recipe_rows(rows: Sequence[PlanRow], target: TargetFacts) -> list[PlanRow]:
     """Return the rows whose recipe is made for the target's sizes, the one to start with first.
 
-    There are none if the user named an existing draft: then the question is what that one gains.
+    There are none if the user named an existing draft: the question is then what this draft gains.
     """
     if any(row.draft for row in rows):
         return []
     recipe_rows = [row for row in rows if row.available and row.recipe in target["recipes"]]
+    # Leave out recipes whose draft would not be faster than plain decoding, by its estimate.
     useful_rows = [row for row in recipe_rows if row.high is None or row.high.speedup > 1]
     return sorted(useful_rows, key=partial(_make_sort_key, target))
 
@@ -361,6 +364,8 @@ def _format_start(
     row: PlanRow, target: TargetFacts, budget: Budget | None, suite: str
 ) -> str | None:
     """Return the commands that measure what exists already, or that train a draft.
+
+    The result is None if training is not possible.
 
     Args:
         row: the row of the draft, or of n-gram lookup.
@@ -525,7 +530,7 @@ def _format_command(verb: str, target: TargetFacts, keys: Mapping[str, object]) 
         keys: the arguments KEY=VALUE.
     """
     # Quote the arguments for a shell. If the user has agreed to run the target repository's own
-    # code, the command repeats this.
+    # code, the command repeats this consent.
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
     consent = CONSENT["specdistill"] if target["trust_remote_code"] else ""
     return shlex.join(["specdistill", *verb.split(), *pairs]) + consent
@@ -548,7 +553,8 @@ def _format_eval_command(
         budget: the memory of one device that serves the target alone; None if not known.
         suite: the name or file of the prompts.
     """
-    # K is midway between the best K at the low end and the best K at the high end of the speedup.
+    # The number of draft tokens per round, K, is midway between the best K at the low end and the
+    # best K at the high end of the speedup.
     tokens = (
         (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
         if row.low and row.high
@@ -621,6 +627,7 @@ def _format_training_commands(
 
     # The server runs on all devices. If several devices are needed to hold the target, they form a
     # replica (tensor parallelism), and there are as many replicas as fit (data parallelism).
+    # Without the user's consent, nothing is appended to the command (`text * False` is empty).
     num_devices = (budget and budget.tensor_parallel) or 1
     options = {
         "--revision": target["revision"],
@@ -640,12 +647,16 @@ def _format_training_commands(
 
 
 def _list_target_keys(recipe: str, target: TargetFacts) -> dict[str, object]:
-    """Return the keys that give a shipped recipe another target than the one that it names."""
+    """Return the keys that set another target than the one that a shipped recipe names.
+
+    They are empty if the recipe names this target.
+    """
     settings = read_recipe(recipe)["target"]
     if settings["model"] == target["model"]:
         return {}
 
-    # A recipe that names no target cannot train on quantized weights, such as those on the Hub.
+    # A recipe that names no target cannot train on quantized weights, such as those on the Hub. A
+    # revision in the recipe belongs to another target, so `null` removes it.
     is_refused = settings["model"] == REQUIRED_MARK and target["quantization"]
     unpinned = "null" if "revision" in settings else None
     return {
@@ -660,8 +671,9 @@ def _read_header_commands(recipe: str, target: TargetFacts) -> list[str]:
     trusted = target["trust_remote_code"]
     text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
     commands = []
-    # Long commands are broken into two lines. Each command gets the user's consent, if there is one
-    # (`text * False` is empty).
+    # Join commands that are broken into two lines, and replace the recipe's own target. If the user
+    # has agreed to run the repository's own code, each command repeats this consent (`text * False`
+    # is empty).
     for line, program in HEADER_COMMAND.findall(text.replace(LINE_BREAK_IN_HEADER, "")):
         words = [word for word in shlex.split(line) if not word.startswith("target.model=")]
         if keys and program == "vllm":

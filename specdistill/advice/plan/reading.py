@@ -70,7 +70,8 @@ def read_model_config(
     path, file = split_gguf(resolve(name, key))
     expected = "pico, a folder, a GGUF file or a Hub id"
 
-    # A GGUF file holds its config itself. Only the file's header is read.
+    # A GGUF file holds its config itself. Only the file's header is read. In the Hub's cache, the
+    # folder of a repository is named after the commit, so `folder.name` is the revision.
     if file:
         folder = fetch(path, key=key, expected=expected, revision=revision, patterns=[file])
         config = read_gguf_config(folder, file, key=key, name=name)
@@ -86,8 +87,8 @@ def read_model_config(
             stored_bytes=(folder / file).stat().st_size,
         )
 
-    # Otherwise fetch config.json, and the index of the weights or the single file of weights. The
-    # two show which tensors there are, and how large they are.
+    # Otherwise fetch config.json, and the index of the weights if there is one. The index shows
+    # which tensors there are, and how large they are in total.
     folder = fetch(
         path,
         key=key,
@@ -134,6 +135,7 @@ def _read_tensor_sizes(folder: Path, key: str) -> tuple[set[str], int | None]:
     """
     if not ((folder / INDEX).is_file() or (folder / SINGLE).is_file()):
         return set(), None
+    # The files that an index names need not be in the folder (complete=False).
     shards = Shards.open(folder, key, complete=False)
     if (folder / INDEX).is_file():
         total_size = read_json(folder / INDEX).get("metadata", {}).get("total_size")
@@ -236,7 +238,7 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
 
 @dataclass(frozen=True)
 class KnownDraft:
-    """A draft for a target that was found on the Hub.
+    """A draft that was found on the Hub for a target.
 
     Attributes:
         repository: its Hub id.
@@ -277,9 +279,9 @@ def find_published_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraf
             f"{constants.ENDPOINT}/api/models", params={"limit": 1}, timeout=TIMEOUT_SECONDS
         ).raise_for_status()
 
-        # For each word, list the repositories whose card names the target as base model, and those
-        # that only have the word in their name. A draft that is found in both ways counts as found
-        # by its card.
+        # For each word, list first the repositories whose card names the target as base model, and
+        # then all repositories with this word, of which those with the target's name are taken.
+        # `setdefault` keeps the first entry of a draft that is found in both ways.
         for search in SEARCH_WORDS:
             for base in [f"base_model:{hub_id}", None] if hub_id else [None]:
                 models = HfApi().list_models(

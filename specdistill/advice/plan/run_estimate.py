@@ -74,7 +74,7 @@ class RunEstimate:
         num_steps: optimizer steps; None if they depend on rows that are not counted yet.
         memory: bytes that one process holds while it trains, by part.
         data_bytes: bytes of the rows on the disk, with the answers that they are made of.
-        disk_bytes: of rows, checkpoints and stored hidden states.
+        disk_bytes: bytes of rows, checkpoints and stored hidden states together.
     """
 
     device: str
@@ -231,7 +231,7 @@ def _read_initial_draft(init: str | None) -> ModelConfigInfo | None:
 def _choose_device(target: ModelConfigInfo, training_dtype: torch.dtype) -> Device:
     """Return the device that times are estimated for: this machine's CPU, or an H100.
 
-    It is the CPU, whose speed is measured, if the machine has no GPU and can hold the target.
+    The CPU is returned, with its measured speed, if the machine has no GPU and can hold the target.
     """
     if not can_hold_target(target.parameters):
         return H100
