@@ -80,15 +80,16 @@ def export(
         target: the draft's target. It is needed if the engine's layout contains a part of it
             (`mtp`, speculators), or if a draft in another project's layout lacks such a part.
         report: the draft's report.json. None: the one next to the draft, if `finds_report`.
-        num_speculative_tokens: K in the commands; None: K of the report.
-        finds_report: whether to look there for a report that is not given.
+        num_speculative_tokens: K, the draft tokens per round in the commands; None: as in the
+            report.
+        finds_report: whether to look next to the draft for a report if none is given.
         merges: whether to merge the target's adapter, if it has one, into a copy of the target in
             `<output_dir>-target`, which the commands then serve.
         logs: whether to log the warnings of the checks, which SERVE.md has in any case.
 
     Raises:
-        UserError: before anything is written, for a draft that is not complete or does not belong
-            to the target, and for what the engine cannot express.
+        UserError: before anything is written, for a draft that is not complete, does not belong to
+            the target, or has a setting that the engine does not support.
         ResourceError: if the Hub or the disk fails.
     """
     # Check the draft, the engine and the target before anything is written.
@@ -112,7 +113,8 @@ def export(
     drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or num_tokens)
 
     # Write the folder. If anything fails, the merged target is removed, too. llama.cpp loads a GGUF
-    # target itself, but converts a head with the target's vocabulary, and so with the copy.
+    # target as it is. But a head is converted with the target's vocabulary, and so with a copy of
+    # the target in safetensors. Draft models (`standalone`) are converted without it.
     gguf_file = target.gguf if target and not (target.adapter and merges) else None
     reads_gguf = engine_facts.name == "gguf" and METHODS[method].standalone
     with ExitStack() as cleanup, create_folder(output_dir) as folder:
@@ -162,7 +164,8 @@ def export_lookup(
         output_dir: the new folder.
         target: the target; None for a placeholder in the commands.
         report: the report of the lookup, which gives its settings and K; None for the defaults.
-        num_speculative_tokens: K in the commands; None: K of the report.
+        num_speculative_tokens: K, the draft tokens per round in the commands; None: as in the
+            report.
 
     Raises:
         UserError: before anything is written, for an engine without this lookup.
@@ -181,7 +184,8 @@ def export_lookup(
     drafting["lengths"] = ()  # An engine's lookup has one K, whatever the load.
     _check_lookup_length(engine_facts, lookup_settings, drafting["num_tokens"])
 
-    # Write SERVE.md. If anything fails, the merged target is removed, too.
+    # Write SERVE.md. If anything fails, the merged target is removed, too. There is no draft, so
+    # the model that the engine loads (`output`) is the target.
     reads_gguf = engine_facts.name == "gguf"
     gguf_file = target.gguf if target and not target.adapter else None
     with ExitStack() as cleanup, create_folder(output_dir) as folder:
@@ -199,12 +203,12 @@ def export_lookup(
         note = _compare_lookup_rules(engine, lookup_settings) if measured else ""
         text = serve_md(engine_facts, served, measured, lengths, note=note)
         (folder / "SERVE.md").write_text(text, encoding="utf-8")
-        cleanup.pop_all()
+        cleanup.pop_all()  # Everything is written, so the merged target stays.
     return served
 
 
 def _find_lookup_serving(engine: str, method: str) -> Serving:
-    """Return how an engine is told to look tokens up.
+    """Return the facts with which an engine is told to look tokens up.
 
     Args:
         engine: the name of the engine.
@@ -239,6 +243,7 @@ def _read_lookup_settings(method: str, settings: Mapping[str, Any]) -> dict[str,
             got="a report of a running server, which does not say how it looks up",
             expected="a report of specdistill, or of an engine that it started",
         )
+    # A recipe has the default settings. The values of its other keys do not matter here.
     recipe = validate_recipe(
         Recipe,
         {"method": method, "target": {"model": "pico"}, "train": {"output_dir": "runs"}},
@@ -267,7 +272,7 @@ def _check_lookup_length(engine: Engine, lookup_settings: Mapping[str, Any], k: 
 
 
 def _compare_lookup_rules(engine: str, lookup_settings: Mapping[str, Any]) -> str:
-    """Say that an engine looks up by another rule than was measured; empty if it does not.
+    """Return a note if an engine looks up by another rule than was measured, else an empty text.
 
     Args:
         engine: the name of the engine.
@@ -297,7 +302,8 @@ def _prepare_target(
     Args:
         target: the target; None if it is not known.
         output_dir: the folder of the export. A merged target is written to `<output_dir>-target`.
-        drafting: the fields of `Served` so far. A new folder has no `revision`.
+        drafting: the fields of `Served` so far. `revision` becomes None in it if the target is
+            replaced by a new folder, which has no revision.
         cleanup: gets a callback that removes the merged target.
         merges: whether to merge an adapter.
         reads_gguf: whether the engine loads a GGUF target as it is.
@@ -392,7 +398,7 @@ def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, 
     Raises:
         UserError: if no draft of this method is exported for the engine.
     """
-    # Collect the engines for which drafts of this method are exported. The others have no layout.
+    # Collect the engines for which drafts of this method are exported: those with a layout for it.
     layouts_by_engine = {
         name: (serving, serving.layout)
         for name, serving in METHODS[method].serving().items()
@@ -518,8 +524,8 @@ def list_measured_fields(
         report: the draft's report; None if there is none.
         target: the target's files; None if they are not known.
         lengths: the best K (`k`) for each load (`batch_size`, sequences at once); may be empty.
-        num_tokens: the K to use if `lengths` is empty, or if its K for the measured load is 0:
-            then no draft is faster than plain decoding.
+        num_tokens: the K to use if `lengths` is empty, or has K = 0 for the measured load, which
+            means that plain decoding is the fastest.
     """
     # Read the dtype of the target's weights from the report.
     config = target.text_config if target else {}
@@ -613,15 +619,15 @@ def serve_md(
     values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]
 
-    # A table by load: what was measured in an engine, or else the best K of each load that
-    # specdistill measured or predicts for its own decoder.
+    # Build one of two tables by load. `by_load` has what was measured in an engine. Otherwise
+    # `by_length` has the best K of each load that specdistill measured or predicts for its decoder.
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
     by_load = ""
     if report and in_engine:
         by_load = format_cells(tabulate_by_load(find_fastest_lengths(report)))
     by_length = format_cells(tabulate_by_load(lengths)) if lengths and not in_engine else ""
 
-    # An engine can change K with the load if its command differs without `served.lengths`.
+    # An engine can change K with the load if `served.lengths` makes a difference to its command.
     command_without_lengths = engine.serve_command(replace(served, lengths=()))
     takes_lengths = engine.serve_command(served) != command_without_lengths
 

@@ -53,7 +53,7 @@ def find_engine(server: Server) -> tuple[str, Client]:
     """Find out which engine runs a server, by the names of the counters on its /metrics page.
 
     Args:
-        server: the address of a running server, to which requests can be sent.
+        server: a running server, to which requests can be sent.
 
     Returns:
         The name of the engine, and its client.
@@ -100,8 +100,8 @@ def summarize_acceptance(
         ResourceError: for counters that are missing or fall, and for more accepted than drafted
             tokens.
     """
-    # Count what was drafted over the whole time. Rounded counters may be off by a little. The
-    # largest counter in `drafting` is the second one, which counts tokens, so it is rounded most.
+    # Count what was drafted over the whole time. Rounded counters may be off by a little, and the
+    # largest counter is off most. This is the second one in `drafting`, which counts tokens.
     row = client.compute_drafted(pages[0], pages[-1])
     num_drafts = row["num_drafts"]
     drafted = row["num_draft_tokens"]
@@ -136,7 +136,7 @@ def summarize_acceptance(
     accepted_per_position = row["accepted_per_position"] if num_drafts else []
     row["acceptance_rate_per_position"] = [count / num_drafts for count in accepted_per_position]
 
-    # Student's t may leave the possible range, so the ends of an interval are cut to it.
+    # An interval by Student's t may exceed the possible range, so its ends are cut to this range.
     reason = _explain_missing_interval(client, pages, seconds, num_drafts, len(parts))
     for name, (lowest, highest) in POSSIBLE_RANGES.items():
         value = compute_value(METRICS[name], sums)
@@ -215,7 +215,7 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
 
 
 def _suggest_longer_time(seconds: float) -> str:
-    """Return the advice to set `seconds` to this number or more; infinity if none is known."""
+    """Return the advice to set `seconds` to this number or more; it is infinite if not known."""
     return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
 
 

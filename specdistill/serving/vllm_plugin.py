@@ -219,10 +219,10 @@ def wrap_propose(
         *remaining_arguments: object,
     ) -> list[list[int]]:
         """Return for each row the looked-up tokens, or the draft's tokens if nothing is found."""
-        # Let the draft model draft for every row, also where a lookup will succeed, so that its KV
-        # cache is the same as without a lookup. The draft model drafts `config.levels` tokens,
-        # which may be fewer than the K of a lookup. This number is set in a copy of the scheduler's
-        # output.
+        # Let the draft model draft for every row, also where a lookup will succeed, so that the
+        # model's KV cache is the same as without a lookup. It drafts at most `config.levels`
+        # tokens, while a lookup gives up to K. This smaller number is set in a copy of the
+        # scheduler's output.
         k = scheduler_output.num_spec_tokens_to_schedule
         draft_output = copy.copy(scheduler_output)
         draft_output.num_spec_tokens_to_schedule = min(k, config.levels)

@@ -46,7 +46,8 @@ class ServerIdentity:
         version: the version of the engine.
         models: the names and the folder of the served model. A request names the first one.
         max_length: the most tokens of a sequence; None if the server does not say.
-        num_speculative_tokens: K; None for a server that does not draft, or does not say K.
+        num_speculative_tokens: K, draft tokens per round; None for a server that does not draft, or
+            does not say K.
         hides_k: whether the server drafts and does not say K.
     """
 
@@ -153,8 +154,8 @@ class CompletionAnswer(JsonAnswer):
         num_drafted = self.num_draft_tokens
         num_accepted = self.num_accepted_tokens
 
-        # Without a draft there is nothing to count. In a short completion, nothing may have been
-        # drafted.
+        # Without a draft there is nothing to count. In a short completion, it can happen that
+        # nothing is drafted.
         if not k or num_drafts == 0:
             return ServerCounts(
                 token_ids,
@@ -200,8 +201,8 @@ class Client:
         drafting: the names of the counters from which drafts are counted.
         latency: the name of the histogram of the seconds of a request, for engines that count
             drafts while a request runs. Empty for engines that count them when it has ended.
-        drafted_by: (growth of each counter in `drafting`; for a gauge its value) -> the number of
-            drafts, draft tokens and accepted tokens.
+        drafted_by: (the growth of each counter in `drafting`, or the value if it is a gauge) -> the
+            number of drafts, draft tokens and accepted tokens.
     """
 
     prefix: str
@@ -223,7 +224,7 @@ class Client:
     )
 
     def identify(self, server: Server) -> ServerIdentity:
-        """Ask a server for its engine's version, its model, its context and K."""
+        """Ask a server for its version, model, context and K (draft tokens per round)."""
         return self.describe(server, self.read(server))
 
     def complete(self, server: Server, request: CompletionRequest, k: int) -> EngineCompletion:

@@ -87,7 +87,8 @@ class CompletionServer:
         self.model = ""
         self.states = states
 
-        # Send the key of this address, if the user has set one: only encrypted, or to this machine.
+        # Send the key of this address, if the user has set one. The connection must be encrypted,
+        # or stay on this machine.
         key = read_server_keys().get(self.address)
         if key:
             if (
@@ -140,7 +141,7 @@ class CompletionServer:
         (self.model,) = matching_names
 
     def complete(self, body: Mapping[str, object]) -> Choice | str:
-        """Request a completion. The type of the result or error says what to do after a failure.
+        """Request a completion; the type of the result or error tells what to do after a failure.
 
         Args:
             body: the JSON of the request.

@@ -147,7 +147,7 @@ class Served:
 
     @property
     def pinned(self) -> str | None:
-        """The revision of `model`."""
+        """The revision of `model` on the Hub; None without one."""
         if self.model == self.target_name:
             return self.revision
         # Otherwise the model is `output`, which contains the target and the draft.
@@ -155,7 +155,7 @@ class Served:
 
     @property
     def most_tokens(self) -> int:
-        """The largest K at any load, for an engine whose K changes with the load."""
+        """The largest K, draft tokens per round, at any load; `num_tokens` if K never changes."""
         return max((k for _, k in self.lengths), default=self.num_tokens)
 
     @property
@@ -247,7 +247,8 @@ class FrontLookup:
             The key of the setting and what is expected instead. None if the engine can do exactly
             this lookup.
         """
-        # No engine drafts a tree behind a lookup. `limit` checks what differs between engines.
+        # No engine drafts a tree behind a lookup. The other settings, which differ between engines,
+        # are checked by the engine's own `limit`.
         return (
             ("draft_tree", "draft_tokens: engines draft chains")
             if lookup.draft_tree

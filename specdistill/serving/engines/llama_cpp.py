@@ -55,7 +55,7 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
 
     Args:
         served: the facts that the command is built from: the method, K, the lookup, …
-        draft: the GGUF file of the draft; not used if the method is a lookup, which has no draft.
+        draft: the GGUF file of the draft. It is not used for a lookup, which has no draft.
     """
     types = []
     options = []
@@ -318,13 +318,15 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
             num_remaining = max(0, num_accepted - k * num_later_rounds)
             accepted_per_round.append(min(k, num_remaining))
 
-        # The last of these rounds began within the tokens that this event sends.
+        # The last of these rounds begins after the tokens of earlier events and of the rounds
+        # before it, each of which emits its accepted tokens and one more. This event must hold at
+        # least one token of the last round.
         num_accepted_earlier = max(0, num_accepted - k)
         num_tokens_before_last_round = before.num_tokens + num_accepted_earlier + num_rounds - 1
         is_possible &= 0 <= num_accepted <= num_drafted
         is_possible &= num_tokens_before_last_round < now.num_tokens
 
-    # Leave out accepted tokens of the last round that are past the completion's end.
+    # The last round may have accepted tokens past the completion's end. Do not count those.
     if accepted_per_round:
         num_tokens_of_last_round = max(0, last.num_tokens - num_tokens_before_last_round)
         accepted_per_round[-1] = min(accepted_per_round[-1], num_tokens_of_last_round)

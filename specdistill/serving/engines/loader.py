@@ -104,7 +104,7 @@ class Loader:
             read in ascending order. Without such a key they are 2, n//2 and n-3.
         inner: the key of a dictionary in config.json that holds the config of the draft's layers,
             with the keys of LlamaConfig. None if these keys are at the top level.
-        taken: keys outside of that dictionary that the engine reads, too.
+        taken: keys that the engine reads besides those in the dictionary `inner`.
         required: keys without which the engine stops.
         never_null: keys that may be left out but may not be null.
         renamed: (a part of a tensor's name, what replaces it, the switch that must be on). With an
@@ -202,11 +202,12 @@ def find_loader(loaders: Sequence[Loader], config: Mapping[str, object]) -> Load
     """Return the loader with which an engine loads a draft that has this config.json, or None.
 
     Args:
-        loaders: the loaders of the engine for the draft's method. A loader with a key `inner` fits
-            only a config.json that has this key: it holds the config of the draft's layers.
+        loaders: the loaders of the engine for the draft's method. A loader may expect the config of
+            the draft's layers under a key, `inner`. It then fits only a config.json with this key.
         config: the draft's config.json.
     """
-    # A draft in speculators' layout is loaded only by the loader for that layout.
+    # A draft in speculators' layout is loaded only by the loader for that layout. It expects the
+    # config of the draft's layers under `transformer_layer_config`.
     if "speculators_model_type" in config:
         loaders = [loader for loader in loaders if loader.inner == "transformer_layer_config"]
     return next(
@@ -379,8 +380,9 @@ def _check_aux_layers(
         trained: the settings that the draft was trained with.
         target: the target; None if it is not known.
     """
-    # Some engines take the layers from their command line, where layer 0 is the output after one
-    # layer. No option is needed if the draft was trained with the default layers.
+    # Some engines take the layers, and so their number, from their command line, where layer 0 is
+    # the output after one layer. No option is needed if the draft was trained with the default
+    # layers.
     trained_layers = list(trained["aux_layers"])
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")
@@ -487,8 +489,8 @@ def _check_tensors(
                 name = name.replace(part, replacement)
         stored[name] = (name_in_file, shape)
 
-    # Compare the shape of each parameter with that of its tensor. A missing tensor is fine if the
-    # values come from the target, unless the target's tensor has another shape.
+    # Compare the shape of each parameter with that of its tensor in the file. A tensor may be
+    # missing if its values come from the target, unless the target's tensor has another shape.
     target_shape = (sizes["V"], sizes.get("D", sizes["H"]))
     slots = _list_slots_by_name(loader, result.settings, sizes)
     for name, slot in slots.items():

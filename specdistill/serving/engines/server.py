@@ -147,8 +147,8 @@ class Server:
             )
         import httpx2  # It is imported here because it is slow to import.
 
-        # The session keeps connections open. The timeout of a whole answer is set in `_ask`:
-        # httpx only limits the time between two pieces of it.
+        # The session keeps connections open. `_ask` limits the time of a whole answer, because
+        # httpx only limits the time between two pieces of an answer.
         self.address = address.rstrip("/")
         self.timeout = timeout
         self.timeout_key = timeout_key

@@ -81,8 +81,8 @@ def start_server(
         )
     address = f"http://{HOST}:{port}"
 
-    # Wait until the server answers, and pass its address to the block. After Ctrl-C the guard ends
-    # the engine, and this process does not wait for that.
+    # Wait until the server answers, and pass its address to the block. After Ctrl-C, this process
+    # does not wait until the guard has ended the engine.
     try:
         wait_until_ready(guard, address, log)
         yield address
@@ -132,8 +132,8 @@ def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
 
     Args:
         guard: the process of guard.py, which started the engine.
-        waits: whether to wait until the engine has ended, which may take GRACE_SECONDS. All
-            processes that are left are then ended.
+        waits: whether to wait until the engine has ended, which may take GRACE_SECONDS, and then to
+            end all processes of the engine that are left.
     """
     # The guard ends the engine when its standard input closes.
     assert guard.stdin is not None

@@ -98,7 +98,7 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
         lengths: pairs (number of sequences at once, K), where K holds from that number on.
     """
     # The first range begins at 1, and each range ends just before the next one begins. The last
-    # range ends at the number of its pair, but not before 1.
+    # range ends at the number of sequences in its own pair, which is taken as 1 if it is less.
     firsts = [1, *(load for load, _ in lengths[1:])]
     last_load, _ = lengths[-1]
     lasts = [*(first - 1 for first in firsts[1:]), max(last_load, 1)]
