@@ -147,6 +147,7 @@ class ModelFiles:
                     )
                 )
                 return cls(key, full_name, folder, _list_sizes(folder))
+        # Files in subfolders do not belong to the model.
         sizes = {file.filename: file.file_size or 0 for file in files if "/" not in file.filename}
         return cls(key, full_name, folder, sizes, place)
 
@@ -213,7 +214,7 @@ class ModelFiles:
         Raises:
             ResourceError: when the Hub or its cache fails, and for damaged files.
         """
-        # Only a repository can fetch missing files. A folder cannot.
+        # Missing files can be fetched for a repository, but not for a folder.
         missing = self.list_missing(files)
         if not missing:
             return self.folder
@@ -377,7 +378,7 @@ def acquire(options: AcquireOptions) -> Path:
 def _check_native_draft(
     options: AcquireOptions, target: TargetFiles, target_model: ModelFiles
 ) -> None:
-    """Check that a layer of the target itself can draft. This is for a command without a draft.
+    """Check that a layer of the target itself can draft, for a command that names no draft.
 
     Args:
         options: the options of the command.
@@ -451,7 +452,8 @@ def _check_draft(
             expected=f"a draft of method {method}",
         )
 
-    # Check that it fits the target.
+    # Check that the draft fits the target. If the draft has no record of its target, its card is
+    # compared, too.
     target_model.fetch(target_model.list_matching("config.json", INDEX, *tokenizer))
     check_draft(method, folder, target, "draft", name=draft.name, tensors=tensors, **check_options)
     if read_target_record(folder, "draft") is None:
@@ -463,8 +465,8 @@ def _check_draft(
 def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
     """Warn if the model card of a draft names another target as its base model.
 
-    This is for a draft without a record of its target. The shapes of its tensors fit every
-    fine-tune of the target, so only the card can tell which of them it was made for.
+    This is for a draft without a record of its target. The shapes of the draft's tensors fit every
+    fine-tune of the target, so only the card can tell for which model the draft was made.
     """
     base_model = None
     if CARD in draft.sizes:

@@ -65,7 +65,7 @@ class CardContents:
         base_model: the target's Hub id; None if it has none.
         parts: what the draft was made from.
         license: the licence of the draft.
-        overridden: the refusals, which `reason` overrode.
+        overridden: the reasons against the release, which `reason` overrides.
         warnings: the warnings of the check of the draft against its target.
         reason: why the draft is published although something speaks against it.
         since: the tag of the release before; None for a first release.
@@ -161,7 +161,8 @@ def build_metadata(contents: CardContents) -> ModelCardData:
     the target. No relation describes a whole language model that drafts for another one, so for
     such a draft the relation is left out, and the Hub chooses one.
     """
-    # List the models and data sets on the Hub that the draft was made from.
+    # List the models and data sets on the Hub that the draft was made from, the target first. One
+    # base model is stated as a text, several as a list.
     method = contents.release.method
     standalone = METHODS[method].standalone
     hub_parts = [part for part in contents.parts if _is_hub_id(part.name)]
@@ -185,8 +186,8 @@ def build_metadata(contents: CardContents) -> ModelCardData:
 def format_eval_command(contents: CardContents) -> str:
     """Return the command that measures the published draft with the report's main configuration."""
     # Begin with suite, number of prompts (if not all were measured), tree and engine of the report.
-    # SUITE stands for a suite that readers of the card do not have. `eval_keys` are the keys that a
-    # recipe of this class may have in its section `eval`.
+    # SUITE stands for a suite that readers of the card do not have. `eval_keys` are all keys that
+    # the recipe may have in its section `eval`.
     report = contents.release.report
     settings = contents.release.report["settings"]
     target = contents.release.made_for
@@ -237,7 +238,8 @@ def format_eval_command(contents: CardContents) -> str:
 def _list_results(contents: CardContents) -> Iterator[EvalResult]:
     """Yield the report's main metrics, in the form in which the Hub shows results of evaluations.
 
-    Each has its value over the whole suite, its confidence interval and its settings.
+    Each metric has its value over the whole suite, its confidence interval and the settings of the
+    measurement.
     """
     report = contents.release.report
     # The first row of a report's results is the main configuration over all prompts of the suite.

@@ -45,8 +45,8 @@ class Release:
         recipe: its recipe.
         provenance: the record of the training.
         draft: the files of the draft, which are published as they are.
-        report: the report, judged again. `write_report` writes it, so that its pages are rendered
-            from it and the records.
+        report: the report, judged again. It is published with pages that are rendered anew from it
+            and from `records`.
         records: the records of the report.
         made_for: the target that the draft records; if it records none, the recipe's target.
         refusals: what speaks against a release. With `force` they are listed on the card.
@@ -128,12 +128,12 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
 def _find_mismatches(
     run: Path, report: Report, records: Sequence[PromptRecord], target: TargetIdentity
 ) -> Iterator[str]:
-    """Yield a reason against the release for each of report, draft and target that does not match.
+    """Yield a reason if the report was edited, and if it is of another draft or another target.
 
     Args:
         run: the folder of the run, which holds the draft.
         report: the report of the measurement.
-        records: its records, one for each prompt.
+        records: the records of the report, one for each prompt.
         target: the identity of the recipe's target.
     """
     # Neither the report nor its records may have been edited.
@@ -199,8 +199,8 @@ def _judge_again(
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
             is_regression = last is not None and "max_regression" in rule["requirement"]
             is_not_compared = is_regression and rule["value"] is None
-            # A regression without a value was not compared: for example, because the last release
-            # was measured on another machine.
+            # A rule about regressions has no value if the two reports could not be compared: for
+            # example, because the last release was measured on another machine.
             reason = "not compared" if is_not_compared else f"gate {rule['verdict']}"
             refusals.append(f"{reason}: {name_rule(rule)}: {format_evidence(rule)}")
     return judged, refusals

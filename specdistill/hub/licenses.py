@@ -152,7 +152,8 @@ def _find_source_license(source: str, license: str | None) -> Licensed:
         # A local path is shortened to its name, so that no folders of this machine are published.
         return Licensed(DATA, Path(source).name, license)
 
-    # A private data set, or one that was removed, has no licence that can be read.
+    # The card of a private data set, or of one that was removed, cannot be read. The error is
+    # suppressed, and the licence is then not known.
     if license is None:
         with (
             convert_hub_errors("data.source", source, expected="a Hub id"),
@@ -182,8 +183,8 @@ def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[st
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
             yield f"{subject} forbids distributing works that derive from it"
 
-        # A licence may ask that the name begin with a prefix. Separators in names do not count:
-        # llama-3.1-8B begins with "Llama 3", too.
+        # A licence may ask that the name begin with a prefix. Upper case and separators do not
+        # count: llama-3.1-8B begins with "Llama 3", too.
         if part.terms and not _normalize_name(name).startswith(_normalize_name(part.terms.prefix)):
             yield (
                 f"{subject} asks that the repository's name begin with {part.terms.prefix}, and it"
@@ -209,8 +210,8 @@ def build_license_metadata(license: str) -> dict[str, Any]:
 
 def license_from_card(metadata: Mapping[str, object] | None) -> str | None:
     """Return the licence that a card's metadata states, or None if it states none."""
-    # The value may be a list, of which the first entry counts. For `other`, the name is in another
-    # key.
+    # The value may be a list, of which the first entry counts. If it is `other`, the name of the
+    # licence is in the key `license_name`.
     metadata = metadata or {}
     value = metadata.get("license")
     value = value[0] if isinstance(value, list) and value else value

@@ -264,9 +264,10 @@ def _choose_folder(options: PublishOptions) -> Path:
     """Return the folder that the release is written into.
 
     Raises:
-        UserError: if the default folder holds anything but an earlier release, which it replaces.
+        UserError: if the default folder exists and is not an earlier release.
     """
-    # An earlier release is recognized by the record of the training in its root.
+    # An earlier release in the default folder is replaced. It is recognized by the record of the
+    # training in its root.
     folder = Path(options.output_dir or Path(options.run) / "release")
     is_earlier_release = (folder / Path(PROVENANCE).name).is_file()
     if options.output_dir is None and folder.exists() and not is_earlier_release:
@@ -405,8 +406,8 @@ def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str],
         else {}
     )
 
-    # `check_draft` reports a draft that does not fit by a UserError with the key `run`. An error
-    # with another key has another cause, such as a target that cannot be read.
+    # If the draft does not fit, `check_draft` raises a UserError with the key `run`. An error with
+    # another key has another cause, such as a target that cannot be read.
     try:
         findings = check_draft(release.method, release.run / DRAFT, target, "run", **options)
     except UserError as error:
@@ -429,8 +430,8 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
 
     Args:
         release: the run that is released.
-        base_model: the Hub id of the target, if the recipe names a folder; None for the recipe's
-            target.
+        base_model: the Hub id of the target, if the recipe names a folder; None to take the target
+            that the recipe names.
 
     Returns:
         The files of the target, and its Hub id, or None if it has none.
@@ -439,8 +440,8 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         UserError: if `base_model` is another target.
         ResourceError: when the Hub fails.
     """
-    # Without `base_model`, the recipe names the target. Its Hub id is its name, without the name of
-    # a GGUF file in the repository ([0]).
+    # Without `base_model`, take the recipe's target. A local path has no Hub id. Otherwise the Hub
+    # id is the target's name, without the name of a GGUF file in the repository ([0]).
     recipe_target = release.recipe.target
     if base_model is None:
         target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
@@ -505,7 +506,7 @@ def stage(
     *,
     replaces: bool,
 ) -> None:
-    """Write the folder of a release: draft, record, report, exports, licences and card.
+    """Write the folder of a release: draft, training record, report, exports, licences and card.
 
     The draft's files are linked, not copied.
 
@@ -584,8 +585,8 @@ def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) ->
     if terms:
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
 
-    # Link the licence files of the target. In the Hub's cache they are links to blobs, which may
-    # lead out of the snapshot but not out of the repository's folder.
+    # Link the licence files of the target. In the Hub's cache these files are links, which may lead
+    # out of the folder of the commit (in `snapshots`), but not out of the repository's folder.
     texts = target.fetch(*TEXTS)
     paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
@@ -676,7 +677,8 @@ def format_serving_lines(
     that can load neither are left out.
 
     Args:
-        served: the draft of a tag, in the root of its repository.
+        served: the facts to serve the draft from the root of its repository, at the tag of a
+            release.
         draft: the folder of the draft on this machine.
         exports: by engine, the draft that was exported for it into a folder of that name.
     """
@@ -693,8 +695,8 @@ def format_serving_lines(
         # Serve with the number of draft tokens and the lookup that this engine supports.
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         served_draft = replace(served, num_tokens=k, lookup_first=lookup)
-        # An export lies in a subfolder of the repository. It is downloaded, and served from a local
-        # folder, which has no revision.
+        # An export lies in a subfolder of the repository. The subfolder is downloaded, and served
+        # from the local folder, which has no revision.
         if name in exports:
             exported = replace(
                 served_draft,

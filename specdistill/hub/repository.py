@@ -81,7 +81,7 @@ class Repository:
 
     @classmethod
     def read(cls, name: str) -> "Repository":
-        """Read the state of a repository on the Hub; without files if it does not exist.
+        """Read the state of a repository on the Hub; a state without commits if it does not exist.
 
         Args:
             name: the Hub id, `org/name`.
@@ -110,7 +110,7 @@ class Repository:
 
         A release is a tagged commit with a report. The current release is the one whose report the
         main branch holds. This may be an older release that was restored. If the main branch holds
-        no such report, the current release is the newest one.
+        no report of a release, the newest release is the current one.
 
         Returns:
             The tag; None if there is no release.
@@ -181,8 +181,8 @@ class Repository:
                 what = "same"
             changes.append(FileChange(name, what, path.stat().st_size))
 
-        # Files of the last release that this one does not have are removed. Other files on the Hub
-        # stay.
+        # Files of earlier releases that this release does not have are removed. Files on the Hub
+        # that belong to no release stay.
         remaining = self.files.keys() - {change.path for change in changes}
         removed = sorted(name for name in remaining if is_of_a_release(name))
         return changes + [FileChange(name, "removed", self.files[name].size) for name in removed]
@@ -306,15 +306,15 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
     if hub_file is None or path.stat().st_size != hub_file.size:
         return False
     if hub_file.lfs is not None:
-        # The file may be a link into the Hub's cache, where files are named by their sha256.
-        # `hash_files` would return the name of such a file without reading it. With the link
-        # resolved, it reads the content.
+        # The file may be a link into the Hub's cache, where files are named by their sha256. For
+        # such a link, `hash_files` would return this name without reading the file. So the link is
+        # resolved, and the content is read.
         return hash_files([path.resolve()]) == [hub_file.lfs.sha256]
     return git_hash(path.read_bytes()) == hub_file.blob_id
 
 
 def is_of_a_release(path: str) -> bool:
-    """Return whether a path in a repository is one that releases write.
+    """Return whether a file with this path in a repository belongs to a release.
 
     A release replaces or removes only such files. All other files on the Hub stay as they are.
     """
