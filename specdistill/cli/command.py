@@ -61,7 +61,7 @@ def run(
             `target=pico` stand for `target.model=pico`, and {"eval.*": "*"} lets `eval.suite=pico`
             stand for `suite=pico`.
         without_recipe: `key=value` arguments for a command without `recipe=`. They set required
-            keys, so that the user need not type them. They come first, so that the user's arguments
+            keys, so that the user need not type them. The user's arguments come after them and
             override them.
 
     Returns:
@@ -90,7 +90,7 @@ def run(
 def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
     """Rewrite the errors that leave a `with` block for the user of a command.
 
-    Errors name keys as the user typed them, for example `target` for `target.model`. An
+    The errors then name keys as the user typed them, for example `target` for `target.model`. An
     out-of-memory error of torch becomes an error that says what to do.
 
     Args:
@@ -136,8 +136,8 @@ def print_help(
     is_short = bool(common) and "all" not in arguments
 
     # Collect a row (key, type, default, meaning) for each key. `list_leaves` lists the keys of one
-    # method, which is the default method if none is named. `describe` lists the keys of all
-    # methods.
+    # method: the one that the arguments name, else the default method. `describe` lists the keys of
+    # all methods.
     values = merge_values(
         [argument for argument in select_recipe_keys(arguments, shorthands) if "=" in argument]
     )

@@ -21,7 +21,7 @@ def compare(arguments: list[str]) -> int:
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 report=runs/mine/report
     """
     # With published=NAME, one draft is compared with the figures that somebody published for it. If
-    # there is no report of the draft yet, `compare_published` calls `_measure` to make one.
+    # no report of the draft is given, `compare_published` calls `_measure` to make one.
     if any(argument.startswith("published=") for argument in arguments):
         # This module imports scipy, so it is imported only here.
         from specdistill.evaluation.comparison.published import compare_published

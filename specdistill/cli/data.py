@@ -34,8 +34,8 @@ def data(arguments: list[str]) -> int:
     specdistill data make recipe=mine.yaml on=ray shards=100
     specdistill data merge recipe=mine.yaml
     """
-    # The first argument is one of VERBS. Without it, as in `specdistill data recipe=…`, the verb is
-    # `show`.
+    # The first argument is the name of a verb. If it is left out, as in `specdistill data
+    # recipe=…`, the verb is `show`.
     has_verb = bool(arguments) and "=" not in arguments[0]
     verb = arguments[0] if has_verb else "show"
     remaining_arguments = arguments[1:] if has_verb else arguments
@@ -65,8 +65,8 @@ def make(arguments: list[str]) -> int:
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import make_shard, merge_shards
 
-    # The blocks of a shard are merged later, together with those of other machines. If the recipe
-    # sets no shard, this process has made all blocks, and merges them at once.
+    # If the recipe sets a shard, the blocks of the shard are merged later, together with those of
+    # other machines. Otherwise this process has made all blocks, and merges them at once.
     job, index, count = make_shard(recipe)
     if recipe.data.shard is not None:
         print(

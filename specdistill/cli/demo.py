@@ -58,8 +58,8 @@ def demo(arguments: list[str]) -> int:
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *recipe_keys]
     output_dir = load_recipe(Recipe, select_recipe_keys(keys)).train["output_dir"]
 
-    # Remove the results of an earlier demo: only the demo's own folder, and only if a training
-    # wrote it, so that it has run/recipe.yaml. The verb `train` checks any other folder.
+    # Remove the results of an earlier demo: only the demo's own folder, and only if it has
+    # run/recipe.yaml, which training writes. The verb `train` checks any other folder.
     if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
         if Path(DEMO_FOLDER).is_symlink():
             raise UserError(
@@ -83,7 +83,8 @@ def _measure_shipped_draft(recipe_keys: list[str]) -> int:
         recipe_keys: the user's keys, which override those of the demo.
 
     Raises:
-        UserError: for a key of the training, which would have no effect.
+        UserError: for a key that only training reads, because it would have no effect.
+            `train.output_dir` is allowed.
     """
     for key in recipe_keys:
         section = key.partition("=")[0].partition(".")[0]
@@ -113,7 +114,7 @@ def _run_verb(verb: str, keys: list[str]) -> int:
     command = [verb, *keys]
     logger.info(f"$ specdistill {shlex.join(command)}")
     code = subprocess.run([sys.executable, "-m", "specdistill", *command], check=False).returncode
-    # A negative code is the number of the signal.
+    # A negative code is minus the number of the signal that killed the process.
     if code < 0:
         raise ResourceError(
             f"specdistill {verb} was killed by signal {-code}",

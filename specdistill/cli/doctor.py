@@ -77,7 +77,8 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
             line += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(line)
 
-    # The acceptance length if the lookup proposes, and the draft only where it finds nothing.
+    # The acceptance length if the lookup proposes tokens, and the draft proposes only where the
+    # lookup finds nothing.
     with_lookup = diagnosis.behind_lookup
     if with_lookup:
         console.print(

@@ -46,10 +46,11 @@ def eval(arguments: list[str]) -> int:
 def check_suite_and_gate(suite: object, gate_name: object) -> None:
     """Check the suite and the gate of a measurement without importing torch.
 
+    A value that is not text is not checked here: it is refused when the recipe is loaded.
+
     Args:
         suite: the value of `eval.suite`; None for no suite.
-        gate_name: the value of `gate`; None for no gate. Values that are not text are not checked:
-            they are refused when the recipe is loaded.
+        gate_name: the value of `gate`; None for no gate.
 
     Raises:
         UserError: for a suite or a gate that does not exist or is broken.

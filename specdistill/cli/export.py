@@ -135,8 +135,8 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
             ),
         )
 
-    # Separate the options of this command from the keys of the recipe. `method` is both: of a
-    # lookup it is an option, and of an untrained draft a key of the recipe.
+    # Separate the options of this command from the keys of the recipe. `method` is both: for a
+    # lookup it is an option, and for an untrained draft it is a key of the recipe.
     method_keys = [argument for argument in arguments if argument.startswith("method=")]
     options, recipe_keys = (
         load_own_keys(ExportOptions, [key for key in arguments if key not in method_keys])

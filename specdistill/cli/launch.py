@@ -81,8 +81,8 @@ LIBRARIES = ("torch", "transformers.trainer", "datasets")
 def import_libraries() -> None:
     """Import torch, transformers and datasets while the garbage collector is switched off.
 
-    The imports create a million objects that live until the process ends. Otherwise the collector
-    would go over them again and again, which took 3 of the 8 seconds until a command reported a
+    The imports create a million objects that live until the process ends. If the collector is on,
+    it goes over them again and again, which took 3 of the 8 seconds until a command reported a
     mistake.
     """
     # If the caller has switched the collector off, it stays off, and nothing is imported here: the
@@ -216,8 +216,8 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
     check_devices(processes // machines, "num_processes")
     _check_machines(machines, chosen, options)
 
-    # On one machine, port 0 lets accelerate take any free port. If there are several machines, all
-    # of them have to name the same port; 29500 is the default of torch.
+    # If no port is set: on one machine, port 0 lets accelerate take any free port. Several machines
+    # have to name the same port, which is torch's default, 29500.
     default_port = 29500 if machines > 1 else 0
     return {**options, "main_process_port": chosen.main_process_port or default_port}
 
@@ -279,8 +279,8 @@ def _read_configuration(configuration: Path) -> tuple[Any, dict[str, Any]]:
     with convert_errors((ValueError, TypeError, KeyError), "launch", configuration, expected):
         settings = ClusterConfig.from_yaml_file(str(configuration))
 
-    # `accelerate config` writes port 0 to mean any free port. In LaunchOptions, None means the
-    # same.
+    # `accelerate config` writes port 0 for any free port. In LaunchOptions, a port that is not set
+    # means the same.
     if file_keys.get("main_process_port") == 0:
         del file_keys["main_process_port"]
     return settings, {

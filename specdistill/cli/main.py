@@ -60,7 +60,8 @@ def _run(verb: str, arguments: list[str]) -> int:
         verb = arguments[0]
         arguments = [*arguments[1:], "--help"]
 
-    # Without a verb, print the help, the version, or the command that continues the newest run.
+    # Print the help or the version. Without any argument, print the command that continues the
+    # newest run.
     if verb in {*HELP, "help"}:
         return _print_help_of_verbs()
     if verb == "--version":
@@ -85,8 +86,8 @@ def _run(verb: str, arguments: list[str]) -> int:
             nearest=find_nearest(verb, VERBS),
         )
 
-    # Print the help of a verb. A recipe that trains the target pico has keys of its own, so the
-    # script for such recipes prints the help for them, when the verb is run below.
+    # Print the help of a verb. A recipe that trains the target pico has keys of its own. Their help
+    # is printed by the script for such recipes, when `train` is run below.
     entry = VERBS[verb]
     if HELP & set(arguments) and not (verb == "train" and is_target_recipe(arguments)):
         print_help(
@@ -127,8 +128,8 @@ class Verb(NamedTuple):
         run: the function that runs the verb with the arguments after it, and returns the exit code.
             The first paragraph of its docstring says what the verb does; the second has examples.
         schemas: the classes whose keys the verb takes, as `module:Class` below the package
-            `specdistill`, separated by spaces. They are named by text, because importing some of
-            them is slow.
+            `specdistill`, separated by spaces. This is text, because importing some of the classes
+            is slow.
         common: the keys that `--help` shows, separated by spaces. Empty: `--help` shows all keys.
         shorthands: short key -> recipe key.
     """

@@ -59,7 +59,8 @@ def monitor(arguments: list[str]) -> int:
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
     # If the output file is a link, write the file that the link points to. An empty `output=` is
-    # loaded as None, as if it had not been typed, but the check below refuses it.
+    # loaded as None, as if it had not been typed. The check below is made for it, too, and refuses
+    # it.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")
@@ -84,9 +85,9 @@ def monitor(arguments: list[str]) -> int:
         period = f"95% intervals from {num_parts} parts of {duration} each"
     print(f"{engine} at {server.address}, {period}", flush=True)
 
-    # The server's counters count since its start, so the acceptance in a part is computed from two
-    # readings. Read the counters now, before the first part. With seconds=0, an empty reading
-    # stands for the start of the server.
+    # The counters grow from the start of the server, so the acceptance in a part of the time is
+    # computed from two readings. Read the counters now, before the first part. With seconds=0, an
+    # empty reading stands for the start of the server.
     pages: list[Counters] = [client.read_counters(server) if seconds else {}]
     while True:
         # Read the counters after each part. The last reading of one measurement is kept as the

@@ -146,8 +146,8 @@ def print_plan(
     console = Console()
 
     # Print the recommendation, the commands to start with, and the alternatives. If another method
-    # than n-gram lookup is recommended, print the command for a lookup too: it needs no training,
-    # so it is worth a try.
+    # than n-gram lookup is recommended, print the command that measures a lookup, too, because a
+    # lookup needs no training.
     recommendation = plan.recommendation
     choice = recommendation["recipe"] or recommendation["method"] or "none"
     console.print(
@@ -263,8 +263,8 @@ def format_short(number: float, unit: str = "") -> str:
     while number >= 999.5 and power < len(prefixes) - 1:
         number = number / 1000
         power = power + 1
-    # From 99.95 on, all three digits are before the decimal point. Numbers below 1,000 (power 0)
-    # are counts, so they are printed as whole numbers.
+    # From 99.95 on, all three digits are before the decimal point. Numbers without a prefix (power
+    # 0) are counts, so they are printed as whole numbers.
     digits = f"{number:.0f}" if number >= 99.95 or not power else f"{number:.3g}"
     space = " " if unit else ""
     return f"{digits}{space}{prefixes[power]}{unit}"
@@ -296,7 +296,7 @@ def _format_columns(row: "PlanRow") -> list[str]:
         time = "< 0.1" if hours < 0.05 else f"{hours:.2g}"
 
     # Format the acceptance length and the speedup, each as a range from the lower to the higher
-    # estimate. `dict.fromkeys` removes the second number if both are printed alike.
+    # estimate. If both acceptance lengths are printed alike, `dict.fromkeys` keeps one of them.
     accepted = "not known"
     speedup = "–" if row.is_served else "no engine"
     if row.low and row.high:

@@ -40,8 +40,8 @@ def train(arguments: list[str]) -> int:
         runpy.run_path(str(TARGET_SCRIPT), run_name="__main__")
         return ExitCode.DONE
 
-    # Check the method, the recipe and its files before torch is imported, which is slow. If
-    # `method` is None, its name is unknown, and `load_recipe` refuses it.
+    # Check the method, the recipe and its files before torch is imported, which is slow. `method`
+    # is None if no method has the name that was typed; `load_recipe` then raises the error.
     method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
     if method is not None and not method.is_trained:
         raise UserError(
