@@ -21,8 +21,8 @@ class Counts:
     Attributes:
         num_drafts: rounds in which something was drafted.
         num_draft_tokens: draft tokens of these rounds.
-        accepted_per_position: K numbers: in how many rounds the draft token at this position was
-            accepted.
+        accepted_per_position: K numbers, one for each position in a draft: in how many rounds the
+            draft token at this position was accepted.
     """
 
     num_drafts: int
@@ -31,7 +31,7 @@ class Counts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The tokens per round, with the target's own token; NaN if nothing was drafted."""
+        """The mean tokens per round with a draft; NaN if nothing was drafted."""
         if not self.num_drafts:
             return math.nan
         # The target adds one token of its own in every round.
@@ -40,7 +40,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion, and what was accepted on the way.
+    """A completion, and how many draft tokens were accepted while it was generated.
 
     Attributes:
         token_ids: the completion.
@@ -81,9 +81,9 @@ def generate_here(
 ) -> list[Completion]:
     """Continue each prompt greedily by `max_new_tokens` tokens, or up to a stop token.
 
-    Accepted tokens are counted, too. Those of the last round are counted as vLLM counts them: in
-    full, although the completion may end in the middle of that round. So decoding continues for up
-    to K tokens after the end, and these extra tokens are cut off.
+    Accepted tokens are counted as vLLM counts them: all of those in the last round count, although
+    the completion may end in the middle of that round. So decoding continues for up to K tokens
+    after the end, and these extra tokens are cut off.
 
     Args:
         target: the target. It must ignore stop tokens (`ignore_stop_tokens`), so that it completes
@@ -111,8 +111,8 @@ def generate_here(
         )
         end = _find_end(generation.token_ids, stop_ids, max_new_tokens)
 
-        # Select the rounds that begin before this end and draft something. The length starts at
-        # 1, because the first token comes from the prefill and not from a round.
+        # Select the rounds that begin before the completion ends and that draft something. The
+        # length starts at 1, because the first token comes from the prefill and not from a round.
         length = 1
         drafted_rounds = []
         for entry in generation.rounds:

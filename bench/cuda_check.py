@@ -147,7 +147,8 @@ class LaunchLedger(Ledger):
         kernels: operations that write.
         waits: blocking copies between host and device, and operations whose result has a shape
             that depends on data. The host waits for both.
-        in_graph: whether a compiled graph runs, whose kernels are counted as a whole.
+        in_graph: whether a compiled graph runs. Its kernels are counted when it is called, all at
+            once.
         compiles: whether torch is compiling; what it runs meanwhile does not count.
     """
 
@@ -189,8 +190,8 @@ class LaunchLedger(Ledger):
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DynamicOutputShapeException:
-            # The result of `tensor[mask]` has a size that depends on the mask's values, for which
-            # the host would wait. Count that, and go on as if the whole mask were true.
+            # The size of `tensor[mask]` depends on the values of the mask, for which the host would
+            # wait. Count this wait, and go on as if the whole mask were true.
             if func.overloadpacket is not aten.index:
                 raise
             self.waits += 1
@@ -228,7 +229,7 @@ class LaunchLedger(Ledger):
             inputs: example inputs of the graph: tensors with shapes and dtypes, but without
                 content.
         """
-        # These are imported here, and not above, because they warn of torch's own deprecations.
+        # These modules are imported only here, because they warn of torch's own deprecations.
         from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
         from torch._inductor.debug import DebugContext
         from torch._inductor.graph import GraphLowering
@@ -247,7 +248,8 @@ class LaunchLedger(Ledger):
                 lowered._update_scheduler()
 
                 # A no-op node runs nothing, so it is no kernel. External kernels are matrix
-                # products: they are kernels, but are left out of the traffic, as everywhere here.
+                # products: they count as kernels, but not in the traffic, which leaves out all
+                # matrix products.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
@@ -278,7 +280,7 @@ class LaunchLedger(Ledger):
         """
         from torch._inductor.decomposition import select_decomp_table
 
-        # Inductor splits and simplifies graphs by the same two settings.
+        # Inductor uses the same two settings to simplify graphs and to split forward and backward.
         partition = {
             "decompositions": select_decomp_table,
             "partition_fn": min_cut_rematerialization_partition,
@@ -368,8 +370,8 @@ def count_all_parts() -> dict[str, dict[str, float]]:
         for name, part in build_parts(head, batch, mode).items():
             counts_by_part[name] = count(part)
 
-    # Count the steps with gradients on the CPU, where autograd works. The loss is computed in
-    # chunks of the size that a GPU has, so that the number of its kernels is that of a GPU.
+    # Count the steps with gradients on the CPU, where autograd works. Set the size of the chunks in
+    # which the loss is computed to that of a GPU, so that the loss takes as many kernels as there.
     head_loss.CHUNK_BYTES["cpu"] = head_loss.CHUNK_BYTES["cuda"]
     name = "training: unroll and loss with gradients"
     counts_by_part[name] = count_step_with_gradients(head, compiled=False)
@@ -486,8 +488,8 @@ def build_parts(
         for name, value in batch.items()
     }
 
-    # Set how the target reads packed rows and attends on a GPU. A real target finds this out by
-    # comparing outputs. Tensors without content have no values to compare.
+    # Set how the target reads packed rows and attends on a GPU. A real target chooses this by
+    # comparing outputs, but tensors without content have no values to compare.
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
 
@@ -563,6 +565,8 @@ class Decoding:
     """
 
     def __init__(self, target: FrozenTarget, head: Eagle3Draft) -> None:
+        # The class of this target returns features without running its layers. Let a copy compute
+        # features as FrozenTarget does, so that the operations of the layers are counted.
         self.head = head
         target = copy.copy(target)
         vars(target)["features"] = partial(FrozenTarget.features, target)
@@ -605,8 +609,8 @@ class Decoding:
 
         Then keep the cache entries of two draft tokens, as if these had been accepted.
         """
-        # Any token ids will do, here 0 to NUM_STEPS. Draft tokens are numbered from 0. The last
-        # token, which precedes them, is always kept.
+        # Any token ids will do, here 0 to NUM_STEPS. The entry of the first token is always kept.
+        # `keep` gets the indices of the draft tokens after it that are kept, too.
         self.reader.read([range(1 + NUM_STEPS)])
         self.reader.keep([[0, 1]])
 
@@ -616,7 +620,7 @@ class Decoding:
 
         Then keep the cache entries and the features of two nodes, as if these had been accepted.
         """
-        # Any token ids will do: the last token, which is the root, and one for each node.
+        # Any token ids will do: one for the last token, which is the root, and one for each node.
         _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
         self.reader.keep([[1, 4]])
         # The features begin with those of the root, so node n has index n + 1.

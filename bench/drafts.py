@@ -101,7 +101,7 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
 
 
 def _select_training_sections(recipe: str) -> dict[str, object]:
-    """Return the sections of a recipe that affect training, from its YAML text."""
+    """Return the sections of a recipe that affect training, given the YAML text of the recipe."""
     return {
         name: section
         for name, section in yaml.safe_load(recipe).items()
@@ -115,7 +115,7 @@ def format_caption(report: Report, measured_for: str, settings: str | None = Non
     Args:
         report: one of the reports of the table.
         measured_for: what was measured, and the command that measured it.
-        settings: the settings of all lines; None for those of the report.
+        settings: the settings that all lines of the table share; None for those of the report.
     """
     row = report["results"][0]
     threads = report["hardware"]["cpu_threads"]
@@ -178,7 +178,7 @@ def describe_shape(report: Report) -> str:
     method = describe_method(report)
     settings = report["settings"]
 
-    # With a lookup in front, a round takes what the lookup finds. If the lookup finds nothing, the
+    # With a lookup in front, a round takes the tokens that the lookup finds. If it finds none, the
     # draft proposes a tree or a chain.
     lookup = settings.get("drafting", {}).get("lookup_first")
     if lookup:

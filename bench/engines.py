@@ -75,10 +75,12 @@ def run(*command: str | Path) -> str:
 def install_plugin(folder: Path) -> str:
     """Make this checkout look installed to vLLM, and return the PYTHONPATH to start vLLM with.
 
-    vLLM then imports specdistill from the checkout, and finds its plugin by the package metadata.
+    vLLM then imports specdistill from the checkout, and finds specdistill's plugin for vLLM by the
+    metadata of a package.
 
     Args:
-        folder: the folder for the metadata, which pip would write for an installed package.
+        folder: the folder to write the metadata to. pip writes such metadata when it installs a
+            package.
     """
     # Write the metadata of an installed package, so that vLLM finds the plugin by its entry point.
     information = folder / f"specdistill-{__version__}.dist-info"
@@ -108,7 +110,7 @@ def convert(
     *options: str | Path,
     script: tuple[str | Path, ...] | None = None,
 ) -> Path:
-    """Convert a checkpoint to a GGUF file with llama.cpp's own converter.
+    """Convert a checkpoint to a GGUF file, by default with llama.cpp's own converter.
 
     The converter runs in the Python environment of vLLM, which has the packages that the converter
     imports.
@@ -117,7 +119,7 @@ def convert(
         checkpoint: the folder to convert.
         output: the GGUF file.
         *options: further arguments of the converter.
-        script: the arguments of Python that start another converter; None for llama.cpp's own.
+        script: the arguments with which Python starts another converter; None for llama.cpp's own.
 
     Returns:
         `output`.

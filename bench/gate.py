@@ -69,7 +69,7 @@ class Drafts:
     Attributes:
         name: what the drafts are, for captions.
         before_PA: [P, A], the rounds of the earlier draft: entry [p, a] is the number of rounds of
-            prompt p that accepted a tokens.
+            prompt p that accepted a tokens, where a is from 0 to A - 1.
         after_PA: [P, A], the rounds of the later draft, counted in the same way.
         metric: the metric that the rule compares.
     """
@@ -138,8 +138,8 @@ class Timings:
             The sums of each drawn prompt, of the second and of the first measurement. The gate
             computes the speedup from them.
         """
-        # The two measurements of the same draft differ a little. The ratio of their speedups,
-        # `drift`, corrects for that before the change is applied.
+        # The speedups of the two measurements of the same draft differ a little. The times of the
+        # second one are multiplied by the ratio of the two speedups, so that only `change` is left.
         drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
@@ -204,7 +204,7 @@ def simulate_releases(
         change: the true relative change of the rule's metric, e.g. -0.05 for 5 % worse.
         num_prompts: prompts of a release.
         trials: the number of simulated releases.
-        seed: the seed of the draws. The number of prompts is part of the seed, too.
+        seed: together with `num_prompts`, the seed of the draws.
     """
     # Decide on each simulated release with the code of the gate, and count the verdicts.
     generator = np.random.default_rng([seed, num_prompts])
@@ -248,9 +248,9 @@ def shift_rounds(
 ) -> Counts:
     """Make a draft better or worse: let some rounds of the drawn prompts accept one token more.
 
-    If `wanted_change` is negative, they accept one token less. Every round that can change does so
-    with the same probability. This probability is chosen so that the mean number of accepted tokens
-    per round, over all P prompts, would change by `wanted_change`.
+    If `wanted_change` is negative, these rounds accept one token less. Every round that can change
+    does so with the same probability. If the same were done to all P prompts, the mean number of
+    accepted tokens per round would change by about `wanted_change`.
 
     Args:
         rounds_PA: [P, A], counts of rounds: entry [p, a] is the number of rounds of prompt p that
@@ -271,7 +271,8 @@ def shift_rounds(
     movable = all_but_last if is_rise else all_but_first
     probability = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
 
-    # Draw how many rounds of each entry move, and move them to the next column.
+    # Draw how many rounds of each entry move, and move them to the next column; for a drop, to the
+    # previous one.
     moved = generator.binomial(chosen_PA[:, movable], probability)
     result = chosen_PA.copy()
     result[:, movable] -= moved
@@ -364,7 +365,7 @@ def _sum_accepted(rounds_PA: Counts) -> PromptSums:
 
 
 def _compute_speedup(times_PT: Table) -> float:
-    """Return the speedup over all prompts."""
+    """Return the speedup over all prompts of a table with the columns TIMING_COLUMNS."""
     return float(METRICS["speedup"].formula(*times_PT.sum(axis=0)))
 
 

@@ -158,8 +158,8 @@ def main(options: Options) -> ExitCode:
     for name in limits:
         if options.short:
             left_s = int(SHORT_BUDGET_S - (time.monotonic() - start))
-            # The last part compiles, which takes an unknown time. So it gets all the time that the
-            # earlier parts have left over.
+            # The last part of the short form compiles, which takes an unknown time. So this part
+            # gets all the time that the earlier parts have left over.
             limits[name] = left_s if name == last_name else min(limits[name], left_s)
         results[name] = run_part(name, limits[name], options)
         outcome = results[name].get("failed", "done")
@@ -180,7 +180,8 @@ def choose_limits(options: Options) -> dict[str, int]:
     limits = {}
     for name, part in PARTS.items():
         limit_s = part.short_limit_s if options.short else part.limit_s
-        # A part without a short limit runs in the short form only if it is asked for by name.
+        # A part without a short limit runs in the short form only if it is asked for by name. It
+        # then has its usual limit.
         is_selected = name in options.parts if options.parts else limit_s is not None
         if is_selected:
             limits[name] = limit_s or part.limit_s
@@ -223,7 +224,7 @@ def run_part(name: str, limit_s: float, options: Options) -> PartResult:
         limit_s: its time limit in seconds; with 0 or less, the part is not started.
         options: the options of this script.
     """
-    # In the short form, no time may be left for the last parts.
+    # In the short form, earlier parts may have left no time for this one.
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if limit_s <= 0:
         return {
@@ -241,8 +242,8 @@ def run_part(name: str, limit_s: float, options: Options) -> PartResult:
         )
         numbers = merge_lines(path)
 
-    # Say why the part failed. An error message of our own says more than the last line of a
-    # traceback.
+    # Say why the part failed: quote the last line that begins with "error: ", which specdistill
+    # prints, or else the last line of the output.
     if exit_code is None:
         numbers["failed"] = f"ended at its time limit of {limit_s:.0f} s"
     elif exit_code:
@@ -267,8 +268,8 @@ def build_part_command(name: str, options: Options, path: Path) -> list[str]:
 
 def build_part_environment() -> dict[str, str]:
     """Return the environment variables of a part: this checkout, no network, and one GPU."""
-    # The allocator setting avoids fragmentation: parts hold tensors of very different sizes. Both
-    # settings are defaults: variables that the caller has set take precedence.
+    # The allocator setting avoids fragmentation: parts hold tensors of very different sizes. If the
+    # caller has set one of these two variables, the caller's value takes precedence.
     environment = {
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -327,9 +328,9 @@ def run_process(
 
 
 def forward_output(stream: IO[str], last_lines: deque[str]) -> None:
-    """Print each line of a stream as it comes, and append the lines to `last_lines`.
+    """Print each line of a stream as it comes, and append lines with text to `last_lines`.
 
-    `last_lines` has a maximum length, so only the last lines stay in it.
+    `last_lines` has a maximum length, so only the last of these lines stay in it.
     """
     with stream:
         for line in stream:
@@ -377,7 +378,7 @@ def merge_lines(path: Path) -> PartResult:
 
 def write_results(path: Path, results: dict[str, PartResult]) -> None:
     """Write the results of all parts as JSON, so that an interruption leaves a complete file."""
-    # Write to a temporary file first. Renaming it replaces the old file in one step.
+    # Write to a temporary file first, then let it replace the old file in one step.
     ordered = {name: results[name] for name in PARTS if name in results}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")

@@ -141,10 +141,7 @@ class Options(Section):
 
 
 def main(options: Options) -> None:
-    """Run the part that the options name, and append its results to a file.
-
-    A part yields its results piece by piece, as dictionaries of numbers.
-    """
+    """Run the part that the options name, and append its results to a file as JSON lines."""
     # Print and write each piece at once, so that a killed part keeps the earlier pieces.
     path = Path(options.results)
     for numbers in PARTS[options.part](build_shape(options)):
@@ -182,7 +179,7 @@ def build_random_target(small: bool) -> FrozenTarget:
 
 
 def measure_ceilings(shape: Shape) -> Iterator[Piece]:
-    """Measure the highest speeds that the device reaches: its arithmetic and its memory.
+    """Measure the highest speeds of arithmetic and of memory that the device reaches.
 
     Yields:
         The machine and the versions of its software; the TFLOP/s of a product of two bfloat16
@@ -209,7 +206,7 @@ def measure_ceilings(shape: Shape) -> Iterator[Piece]:
 
 def measure_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Return the median seconds that a function takes on a device."""
-    # `measure_median_seconds` expects a target, of which it only uses the device.
+    # `measure_median_seconds` expects a target, but only uses the device of it.
     return measure_median_seconds(SimpleNamespace(device=device), work)  # type: ignore[arg-type]
 
 
@@ -346,10 +343,14 @@ def measure_steps(trainer: DistillationTrainer) -> dict[str, float]:
 def compute_step(shape: Shape) -> dict[str, float]:
     """Compute the memory, arithmetic and traffic of the step as `specdistill plan` does.
 
-    The target's layers are left out. Compared with the measured numbers, these show how precise the
+    The target's layers are left out. A comparison with the measured numbers shows how precise the
     computation is.
+
+    Returns:
+        The GiB of peak memory, the TFLOP and the GB of traffic; empty with `small=true`.
     """
-    # The numbers are computed for the 8B target. With `small=true` another target was measured.
+    # The numbers are computed for the 8B target. With `small=true` another target was measured, so
+    # there is nothing to compare them with.
     if shape.small:
         return {}
 
@@ -414,7 +415,7 @@ def collate_all_rows(trainer: DistillationTrainer) -> ForwardInputs:
 def count_waits(step: Callable[[], object]) -> dict[str, int]:
     """Count how often the host waits for the GPU while a function runs.
 
-    torch warns of each wait. Waits are what a fast training step avoids.
+    A fast training step avoids such waits. torch warns of each of them.
 
     Returns:
         The number of waits by the line of code that causes them, such as `trainer.py:120`; empty
@@ -444,6 +445,8 @@ def count_waits(step: Callable[[], object]) -> dict[str, int]:
 def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
     """Return the kernels that take longest while a function runs.
 
+    On a machine without a GPU these are operations of the CPU.
+
     Returns:
         For each kernel its name, milliseconds and number of calls, the slowest first.
     """
@@ -467,8 +470,8 @@ def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
 def measure_shapes(shape: Shape) -> Iterator[Piece]:
     """Yield the speed and memory of a training step with other sizes or settings.
 
-    There are three: one long row; a draft with the target's whole vocabulary; activations that are
-    recomputed in the backward pass, which takes less memory and more time.
+    There are three such steps: with one long row; with the target's whole vocabulary in the draft;
+    with activations that are recomputed in the backward pass, for less memory and more time.
     """
     vocab_size = shape.target.vocab_size
     changed_shapes = {
@@ -525,7 +528,7 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
         yield {f"{length} tokens": numbers}
 
     # Decode a batch of equal prompts twice. The first run loads kernels and allocates memory, so
-    # only the second one counts. The time of the prefill does not count.
+    # only the second run counts, without the time of its prefill.
     prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
@@ -541,8 +544,7 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
 def measure_compiled_decoding(shape: Shape) -> Iterator[Piece]:
     """Yield the times of a decoding round of a compiled target, without a draft and with a chain.
 
-    To save time, the shortest prompt, which is the first one, is left out. If there is only one
-    prompt, it is measured.
+    To save time, the first prompt, which is the shortest, is left out, unless it is the only one.
     """
     target = shape.target
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
@@ -653,12 +655,12 @@ def run_command(verb: str, *arguments: str, accepts_failed_gate: bool = False) -
 
 
 def measure_store(shape: Shape) -> Iterator[Piece]:
-    """Yield the speed and memory of training on stored features of pico's hidden states.
+    """Yield the speed and memory of training a head for pico on stored hidden states.
 
-    The features are written to disk once, and each training step reads them from there.
+    The hidden states are written to disk once, and each training step reads them from there.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # In hybrid mode, the features are written before the first step.
+        # In hybrid mode, the hidden states are written before the first step.
         keys = [
             f"train.output_dir={folder}/run",
             f"hidden_states.path={folder}/features",

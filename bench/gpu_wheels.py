@@ -170,11 +170,11 @@ def record() -> int:
 def fetch(requirements: list[str], folder: Path) -> None:
     """Download the wheels of some requirements into a folder, with pip.
 
-    They are wheels for the Python and the platform of the GPU machine, which may differ from those
-    of this machine.
+    The wheels are for the Python and the platform of the GPU machine, even if this machine has
+    others.
     """
-    # pip accepts only the exact platforms that are listed, so older versions of glibc are listed
-    # too.
+    # pip accepts wheels only for the platforms that are listed, so PLATFORMS also has the tags of
+    # older versions of glibc.
     platforms = [f"--platform={name}" for name in PLATFORMS]
     target = [
         f"--python-version={PYTHON}",
@@ -229,8 +229,8 @@ def find_unmet() -> dict[str, str]:
 def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
     """Yield all requirements of this project, and the requirements of the packages it requires.
 
-    The packages in LARGE_PACKAGES are yielded, but not what they require in turn: the machine has
-    them, and with them their requirements.
+    The packages in LARGE_PACKAGES are yielded, but not what they require in turn: the machine that
+    runs `make gpu` has these packages, and with them their requirements.
 
     Yields:
         The name of a package, the requirement, and the installed version; None if the package is
@@ -244,8 +244,8 @@ def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
     pending = [(Requirement(text), ("",)) for text in read_requirements()]
     visited = set()
     while pending:
-        # Skip a requirement that is for another system, or for an extra that nobody asked for, or
-        # that was visited before.
+        # Skip a requirement that was visited before, or whose marker says that it is not needed:
+        # it is for another system, or for an extra that nobody asked for.
         requirement, extras = pending.pop()
         marker = requirement.marker
         is_needed = marker is None or any(
@@ -278,8 +278,8 @@ def install(folder: Path) -> int:
     """Install the wheels in wheels/ into a folder, if this Python lacks required packages.
 
     Returns:
-        The exit code: 0, or RESOURCE_EXIT_CODE if packages are still missing afterwards. They are
-        printed.
+        The exit code: 0, or RESOURCE_EXIT_CODE if packages are still missing afterwards, which are
+        then printed.
     """
     # Packages that an earlier call has installed into the folder count as installed.
     sys.path.insert(0, str(folder))

@@ -95,7 +95,10 @@ class Outcome(NamedTuple):
 
 
 class FirstFailure:
-    """A pytest plugin that keeps the name of the first test, or module, that failed."""
+    """A pytest plugin that keeps the name of the first failed test in `name`; None if all passed.
+
+    A module that pytest cannot collect counts as a failed test.
+    """
 
     name: str | None = None
 
@@ -134,7 +137,7 @@ def copy_tree(tree: Path) -> Iterator[Path]:
 def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     """Run the quick tests of some modules in this process, and return the first that fails.
 
-    The process must end afterwards: its imports and settings are those of the mutated copy.
+    The process must end afterwards, because its imports and settings are those of the mutated copy.
 
     Args:
         folder: the copy of the tree.
@@ -151,14 +154,14 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     # Make the tests import the mutated copy.
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    # `datasets` looks up cached rows by their input, not by the code that made them. With a shared
-    # cache, a test would get rows that the code of another mutation has made.
+    # `datasets` looks up cached rows by their input, not by the code that made them. So give this
+    # process a cache of its own: from a shared one, a test would get rows of another mutation.
     datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=os.environ["HF_HOME"]))
     sys.path.insert(0, str(folder))
     failure = FirstFailure()
     log = StringIO()
-    # The filter is for a pytest plugin that is imported already, as part of one of the libraries.
-    # The time limit is needed because a mutation may loop for ever.
+    # Ignore pytest's warning about a plugin that is imported already, as part of one of the
+    # libraries. Each test has a time limit, because a mutation may loop for ever.
     options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider"]
     options += ["-n0", "-x", "-m", "not long", f"--timeout={TEST_TIMEOUT_S}"]
 

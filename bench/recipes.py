@@ -108,7 +108,7 @@ class RecipeNeeds(TypedDict):
         target_parameters: parameters of the target.
         draft_parameters: parameters of the draft.
         tokens_a_step: tokens of a step, over all processes.
-        steps: optimizer steps; of NUM_ANSWERS answers if rows are not packed.
+        steps: optimizer steps; if rows are not packed, the steps for NUM_ANSWERS answers.
         gpu_gb: GB on each GPU.
         hours: hours of these steps, on all GPUs at the same time.
         target_gb: GB of the target in bfloat16.
@@ -237,8 +237,7 @@ def compute_needs(name: str) -> RecipeNeeds:
     if settings["is_stored"]:
         memory["target"] -= count_layer_bytes(target)
 
-    # Divide the target and the draft among the processes of the launch. A step has the tokens of
-    # all processes.
+    # Find the memory that each GPU needs in this launch. A step has the tokens of all processes.
     is_sharded = settings["shard"] == "layers"
     launch = describe_launch(
         target, memory, settings["launch"], num_processes, is_sharded=is_sharded
@@ -281,7 +280,7 @@ def count_recipe_steps(settings: RecipeSettings) -> int:
 def plan_recipe(name: str, settings: RecipeSettings) -> tuple[ModelConfigInfo, PlannedDraft]:
     """Return the target and the draft of a recipe, with their sizes.
 
-    They are read from config.json files in the recipe's folder, so nothing is downloaded.
+    The sizes come from config.json files in the recipe's folder, so nothing is downloaded.
     """
     folder = (RECIPES / name).parent
     target = replace(read_model_config(str(folder), key="target.model"), name=settings["target"])
@@ -298,7 +297,7 @@ def count_disk_bytes(
     """Return the bytes of disk that training takes: checkpoints, rows and stored hidden states."""
     bytes_per_token = PREPARED_BYTES
     if settings["is_stored"]:
-        # Hidden states are stored in two bytes per number.
+        # For each token `num_features` hidden states are stored, in two bytes per number.
         num_features = METHODS[settings["method"]].features
         bytes_per_token += num_features * target.text.hidden_size * 2
     checkpoint_bytes = CHECKPOINTS * CHECKPOINT_BYTES * draft.parts.parameters
@@ -345,7 +344,8 @@ def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:
     """Return the cells of a recipe's row, in the order of the columns HEAD."""
     settings = needs["of"]
 
-    # Without packing, the steps follow from the number of answers.
+    # Without packing, each answer is a row. So the cell shows the steps as the number of answers
+    # divided by the rows of a step.
     steps = f"{needs['steps']:,}"
     hours = f"{needs['hours']:g}"
     if not settings["is_packed"]:

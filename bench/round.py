@@ -44,7 +44,7 @@ PARTS = {
     "round": "the round",
 }
 
-Rounds = list[dict[str, float]]  # seconds of each part
+Rounds = list[dict[str, float]]  # for each round, the seconds of each part by name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,8 +89,8 @@ class TimedDecoder(Decoder):
     def _get_reader(self, *arguments: Any) -> Any:
         """Return the object that runs the target's passes, with its method `read` timed.
 
-        The object is a stand-in for the reader of the base class, with the three methods that
-        decoding calls. Only `read` is timed, because it runs the target in each round.
+        The object stands in for the reader of the base class, with the three methods that decoding
+        calls. Of these only `read` is timed, because it runs the target in each round.
         """
         reader = super()._get_reader(*arguments)
         return SimpleNamespace(
@@ -178,8 +178,8 @@ def compute_median_ms(rounds: Rounds, part: str) -> float:
 def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
     """Return a table with the median milliseconds of each part of a round.
 
-    The table has a column for each decoder. For the first decoder, another column has the share of
-    the whole round that each part takes.
+    The table has a column for each decoder. After the column of the first decoder, another one has
+    the share of that decoder's round that each part takes.
 
     Args:
         by_decoder: the timed rounds of each decoder, by the name of its column.
@@ -199,8 +199,8 @@ def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
 def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
     """Decode prompts of each length in LENGTHS, and return a table of the times of a round.
 
-    It has a row for each length in tokens, and a column with the median milliseconds of each part
-    of a round.
+    The table has a row for each length in tokens, and for each part of a round a column with its
+    median milliseconds.
 
     Args:
         decoder: the decoder with the draft.

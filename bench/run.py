@@ -70,8 +70,8 @@ def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, fl
 
     Returns:
         Tokens per second of plain decoding and of `generate()`; `step_ms`, the milliseconds of a
-        plain step; `verify_ratio_v` and `draft_ratio_c`, the times of verifying a round and of
-        drafting one token, in plain steps.
+        plain step; `verify_ratio_v`, the time of verifying a round, and `draft_ratio_c`, the time
+        of drafting one token, both divided by the time of a plain step.
     """
     # Time plain decoding, and transformers' decoding of the same prompt.
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
@@ -136,7 +136,7 @@ def measure_training_step(
         length: tokens of a row.
 
     Returns:
-        The seconds of a step, and the tokens per second that are trained on.
+        The seconds of a step, and how many tokens per second it trains on.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A few steps with the settings of the recipe, without logging and checkpoints.

@@ -208,7 +208,7 @@ def main(options: Options) -> ExitCode:
     # lookup: the best K of the lookup alone, and the largest K. When an answer copies its prompt,
     # the lookup proposes many tokens at a time. So the largest K may be too slow for the lookup
     # alone, and still be the fastest if the draft takes over where the lookup finds nothing.
-    # `pairs` holds K and the draft's tokens. K is never less than the draft's tokens.
+    # `pairs` holds pairs of K and the number of tokens that the draft proposes, which is at most K.
     pairs = set()
     for lookup_tokens in (lookup.k, largest.k):
         for draft_tokens in CHAINS:
@@ -226,7 +226,8 @@ def main(options: Options) -> ExitCode:
     shape = select_shape(alone, tried_shapes, rows)
     chain = select_shape(chains, tried_shapes, rows)
 
-    # Compare the chosen shapes with the lookup on the other prompts, greedily and at temperature 1.
+    # Compare the chosen shapes with the lookup on the prompts that are not held out: greedily, and
+    # at temperature 1.
     compared_shapes = [(draft, shape), ("ngram", lookup), (draft, chain)]
     compared = compare(place, compared_shapes, phases["greedy"])
     sampled = compare(place / "sampled", compared_shapes, phases["sampled"])
@@ -246,7 +247,7 @@ def build_small_keys(recipe: str) -> list[str]:
     Args:
         recipe: the name of a recipe in recipes/smollm2.
     """
-    # For a source named `self`, the target writes the prompts, too. Two prompts are enough.
+    # For a source named `self`, the target also generates the prompts. Two of them are enough.
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
     small_sources = [
         {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
@@ -255,7 +256,7 @@ def build_small_keys(recipe: str) -> list[str]:
 
 
 def is_script_option(argument: str, options: type[Section]) -> bool:
-    """Return whether an argument such as `small=true` is an option of the script.
+    """Return whether an argument such as `small=true` is an option of the script, or `debug`.
 
     All other arguments are keys of the recipes.
     """
@@ -335,7 +336,8 @@ def fetch(path: Path, source: Source) -> bytes:
     Raises:
         ResourceError: if the file cannot be downloaded, or has another hash.
     """
-    # Look for the content in the file itself, then in the test data, then on the web.
+    # Take the content from the file itself, from the test data or from the web, the first of these
+    # that has it with the right hash.
     if path.is_file() and compute_sha256(path.read_bytes()) == source.sha256:
         return path.read_bytes()
     local_files = find_local_files()
@@ -370,8 +372,8 @@ def fetch(path: Path, source: Source) -> bytes:
 def find_local_files() -> dict[str, Path]:
     """Return the files of prompts that are on this machine already, by their sha256.
 
-    These are the files in the folder SPECDISTILL_TEST_DATA, or else in ../shared/data next to the
-    repository.
+    These are the files below `prompts` and `train` in the folder SPECDISTILL_TEST_DATA, or else in
+    the folder ../shared/data next to the repository.
     """
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     files = {}
@@ -388,7 +390,7 @@ def compute_sha256(content: bytes) -> str:
 
 
 def write_functions(path: Path) -> None:
-    """Write a file of prompts, each of which asks to complete a Python function, as JSON lines.
+    """Write a file of JSON lines with prompts that ask to complete a Python function.
 
     A prompt is the `def` line and the docstring of a function in Python's standard library. Only
     public functions with parameters and a docstring of 40 to 499 characters are used.
@@ -455,9 +457,9 @@ def write_suites() -> None:
 def build_phases(eval_config: EvalConfig, target: TargetConfig) -> dict[str, Phase]:
     """Return the settings of the three comparisons, as keys of `specdistill compare`.
 
-    - `choice`: for choosing K and the shape. Few held-out prompts, half as many tokens for each.
-    - `greedy`: the main comparison. All prompts and tokens of the recipe.
-    - `sampled`: at temperature 1. Half of the prompts, half as many tokens for each.
+    - `greedy`: the main comparison. It has the prompts and the tokens per prompt of the recipe.
+    - `choice`: for choosing K and the shape. Few held-out prompts, half of the recipe's tokens.
+    - `sampled`: at temperature 1. Half of the recipe's prompts, half of its tokens.
 
     Args:
         eval_config: the recipe's section `eval`.
@@ -515,8 +517,8 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> 
     arguments.append(f"output_dir={folder}")
     arguments += [f"{key}={value}" for key, value in phase.items()]
 
-    # A draft that was trained again must be measured again. Lookups have no weights, so only
-    # trained drafts are checked for a change.
+    # A draft that was trained again must be measured again. Only trained drafts are checked for a
+    # change, because lookups (names in METHODS) have no weights.
     trained_drafts = {draft for draft, _ in shapes if draft not in METHODS}
     compare_once(folder, trained_drafts, arguments)
     comparison: Comparison = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
@@ -592,7 +594,7 @@ def compare_once(folder: Path, drafts: Collection[str], arguments: list[str]) ->
     Args:
         folder: the folder of the comparison.
         drafts: the folders of the trained drafts.
-        arguments: the arguments of `specdistill compare`.
+        arguments: the arguments of `specdistill compare`, with this folder as `output_dir`.
     """
     # The file asked.json records the last comparison: its arguments, and the drafts' hashes.
     hashes = [draft_hash(Path(draft)) for draft in sorted(drafts)]
@@ -604,7 +606,7 @@ def compare_once(folder: Path, drafts: Collection[str], arguments: list[str]) ->
 
 
 def select_fastest_k(report: Report) -> int:
-    """Return the K with the greatest speedup, as a report predicts it for each K.
+    """Return the K for which a report predicts the greatest speedup.
 
     The result is 1 if the report has no such predictions. K = 0 means plain decoding, and is left
     out.
@@ -636,7 +638,7 @@ def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
 
 
 def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:
-    """Return the measured part of docs/smollm2.md: tables, and sentences on how they were measured.
+    """Return the part of docs/smollm2.md with the tables, and with how they were measured.
 
     Args:
         compared: the comparison with greedy decoding.

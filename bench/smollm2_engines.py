@@ -72,8 +72,8 @@ HEAD = (
 )
 
 
-# A row of the results: a row of a report, the names of draft and engine, and in `here` the
-# acceptance length of our decoder.
+# A row of the results: the numbers of a report, the names of draft and engine, and in `here` the
+# acceptance length in our decoder.
 EngineRow = dict[str, Any]
 
 
@@ -158,7 +158,8 @@ def main(options: Options) -> None:
         max_length=target.max_length,
     )
 
-    # Measure each draft in both engines, and in our decoder, which counts as each engine does.
+    # Measure each draft in both engines. For each engine, measure it in our decoder, too, with
+    # rounds counted as that engine counts them.
     rows = []
     for draft in drafts:
         row = measure_in_engine(
@@ -217,8 +218,8 @@ def measure_in_llama_cpp(
 def load_compared_drafts() -> list[Draft]:
     """Return the trained drafts that `make smollm2` compared and that engines can serve.
 
-    Engines serve chains, alone or behind a lookup. A draft that proposed a tree in the comparison,
-    without a lookup, is returned, too: in an engine it drafts a chain.
+    Engines serve chains, alone or behind a lookup. A draft that proposed a tree without a lookup in
+    the comparison is returned, too, because it drafts a chain in an engine.
 
     Raises:
         UserError: if `make smollm2` has not been run.
@@ -298,8 +299,8 @@ def measure_as_vllm(
 ) -> float:
     """Return the acceptance length of a draft in our decoder, counted as vLLM counts it.
 
-    vLLM also counts draft tokens that are accepted after the end of a completion, in its last
-    round.
+    In the last round of a completion, vLLM also counts draft tokens that are accepted after the end
+    of the completion.
 
     Args:
         draft: the draft.
@@ -333,7 +334,8 @@ def measure_as_llama_cpp(
         prompts: the prompts.
         max_new_tokens: tokens per prompt.
     """
-    # llama.cpp looks up n-grams by a rule of its own, so the lookup in front follows that rule.
+    # llama.cpp looks up n-grams by a rule of its own, so our lookup in front of the draft follows
+    # that rule.
     proposer = load_proposer(draft.method, draft.folder, target)
     if draft.lookup:
         lookup = load_proposer(

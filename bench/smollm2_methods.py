@@ -200,9 +200,9 @@ def train_recipes(
 def build_keys(name: str, options: Options) -> list[str]:
     """Return the arguments of `specdistill train` for a recipe, the same settings for each method.
 
-    Hidden states are computed in every step. Only some methods can read them from disk instead.
-    That would save these methods work, so that minutes of training could not be compared. A head is
-    unrolled for K steps, because it drafts K tokens per round.
+    Hidden states are computed in every step. Some methods could read them from disk instead, but
+    would then have less work than the others, so that minutes of training could not be compared. A
+    head is unrolled for K steps, because it drafts K tokens per round.
     """
     # Set only keys that the recipe has: methods differ in their sections.
     recipe: Any = load_recipe(Recipe, [f"recipe=smollm2/{name}"])
@@ -244,7 +244,7 @@ def check_same_data(recipes: Recipes) -> None:
 
 
 def build_step_keys(recipe: Any, num_steps: int, num_evaluations: int) -> list[str]:
-    """Return recipe keys that set the number of training steps.
+    """Return recipe keys that set the steps of training, of warm-up and between evaluations.
 
     Args:
         recipe: the recipe.
@@ -280,8 +280,9 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
     for way in ways:
         keys, shapes = MEASUREMENT_KEYS[way]
 
-        # List the combinations of drafts and shapes to measure. Only one method supports neither
-        # batches nor trees; the folder of its draft contains its name. Lookups propose chains only.
+        # List the combinations of drafts and shapes to measure. SINGLE_REQUEST_METHOD supports
+        # neither batches nor trees; the folder of its draft contains its name. Lookups propose
+        # chains only.
         candidates = []
         for shape in shapes:
             needs_support = "batch_size" in keys or shape is TREE
@@ -301,7 +302,7 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
 
 
 def describe_measurement(measured: Measured) -> str:
-    """Return a sentence that says on what and how the numbers in the tables were measured."""
+    """Return a sentence that says how, and on which prompts, the tables were measured."""
     # The first report has the number of prompts and the threads, which the sentence names.
     reports_of_first_way, *_ = measured.values()
     report, *_ = reports_of_first_way.values()
@@ -326,8 +327,8 @@ def format_methods_table(measured: Measured) -> str:
     head += [f"acceptance length, {way}" for way in single_request_ways]
     head += [f"speedup, {way}" for way in measured]
 
-    # A line for each draft that was measured in the first way. If a draft was not measured in
-    # another way, its cells for that way have the sign for a missing number.
+    # Write a line for each draft that was measured in the first way. Where it was not measured in
+    # another way, its cells have the sign for a missing number.
     lines = []
     for name, report in measured[single_request_ways[0]].items():
         rows: dict[str, ResultRow] = {}

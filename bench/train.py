@@ -68,7 +68,7 @@ HEAD = (
     "ours is faster",
     "ours takes of its memory",
 )
-# How much faster ours is, from the seconds of all rounds.
+# How many times faster ours is: the seconds of the other trainer, divided by ours.
 SPEED = Metric(("ours", "other"), lambda own_seconds, other_seconds: other_seconds / own_seconds)
 
 Settings = Mapping[str, object]  # the settings of a trainer, as JSON
@@ -213,8 +213,8 @@ def measure_layouts(
 def measure_loss(options: Options) -> Measurement:
     """Measure the LM head and the loss alone, without the layers of a draft.
 
-    Two forms of the same loss are compared: `ours` computes the logits in chunks, which saves
-    memory, and `plain` computes all logits at once.
+    Two forms of the same loss are compared: `ours` computes the logits in chunks, to save memory,
+    and `plain` computes all logits at once.
     """
     shape = {
         "rows": options.loss_rows // options.loss_steps,
@@ -265,7 +265,7 @@ def write_models(
 def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
     """Run the trainers in turns: in every round each trainer takes one training step.
 
-    Interleaving them lets a slow minute of the machine affect all trainers alike.
+    So a slow minute of the machine affects all trainers alike.
 
     Args:
         compared: the trainers, by the name under which they are compared.
@@ -312,7 +312,8 @@ def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subpr
     Raises:
         UserError: if the trainer needs speculators, which is not set up.
     """
-    # Choose the Python. The Python of speculators does not see this checkout (PYTHONPATH).
+    # Choose the Python. For that of speculators PYTHONPATH is empty, so it does not see this
+    # checkout.
     python = Path(sys.executable)
     python_path = str(ROOT)
     if "speculators" in name:
@@ -397,7 +398,8 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, object]:
             "loss": first["loss"],
         }
 
-        # Compare ours with this trainer: the seconds of each round give the speed and its interval.
+        # Compare ours with this trainer: the seconds of each round but the first give the speed and
+        # its interval.
         if name != "ours":
             seconds = {}
             for side, side_steps in {"ours": steps["ours"], "other": steps[name]}.items():

@@ -114,7 +114,7 @@ class Trainer:
 def reset_peak() -> None:
     """Reset the recorded peak of this process's memory (`VmHWM`) to the memory that it holds now.
 
-    The peak of the next training step can then be read from `VmHWM`.
+    `VmHWM` then has the peak since this call, for example the peak of one training step.
     """
     # Linux resets the peak when 5 is written to this file (man 5 proc).
     Path("/proc/self/clear_refs").write_text("5")
@@ -147,7 +147,7 @@ def draw_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return random inputs for a training step, the same ones in each trainer.
 
-    They stand for what a target would give: no target is run.
+    They stand for what a target would return. No target is run.
 
     Args:
         rows: B, the number of rows.
@@ -173,9 +173,9 @@ def draw_inputs(
 def block_loss_mask(length: int, block_size: int) -> list[int]:
     """Return the loss mask [T] of a row for block drafters.
 
-    Only positions that both our trainer and that of speculators can use as the anchor of a block
-    have a loss. speculators never uses the last `block_size` tokens of a row, and our trainer never
-    uses the first token.
+    A position has a loss only if both our trainer and that of speculators can let a block begin
+    there. speculators begins no block at the last `block_size` tokens of a row, and our trainer
+    none at the first token.
     """
     return [int(0 < position < length - block_size) for position in range(length)]
 
@@ -330,9 +330,9 @@ def build_own_block_trainer(
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
-    # Replace the optimized attention and loss in the modules by their plain forms. Attention runs
-    # in a single chunk with all blocks, which sees all tokens of the batch. The loss computes all
-    # logits at once.
+    # Replace the optimized attention and loss in the modules by their plain forms: attention in a
+    # single chunk that has all blocks and sees all tokens of the batch, and a loss that computes
+    # all logits at once.
     if plainly:
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
@@ -342,8 +342,8 @@ def build_own_block_trainer(
             compute_head_loss_at_once(*rows_and_targets, **options)
         )
 
-    # Build the objective. It draws the anchors of each row separately. So its last argument is the
-    # number of blocks of one row.
+    # Build the objective. It draws the anchors (the tokens at which blocks begin) of each row
+    # separately. So its last argument is the number of blocks of one row.
     target, batch = build_target_with_features(
         folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16
     )
@@ -358,9 +358,9 @@ def build_own_block_trainer(
 
 
 class DenseKVCache:
-    """A KV cache of the unroll that attends to the keys of all steps at once.
+    """A KV cache that attends to the keys of all steps of an unroll at once, with a dense mask.
 
-    torch computes the attention, with a dense mask.
+    It replaces `UnrollKVCache` for the plain form of our trainer. torch computes the attention.
     """
 
     def __init__(
@@ -434,10 +434,10 @@ def build_speculators_head_trainer(
     ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16
     )
-    # Shift the batch as `shift_batch` of speculators does: a token is paired with the features of
-    # the token before it (`aux`). Its own last hidden state gives the target's prediction, which
-    # the draft learns. Our trainer has no loss at the last position, because the token to predict
-    # there is not in the row. So the loss is masked there.
+    # Shift the batch as `shift_batch` of speculators does: each token is paired with the features
+    # (`aux`) of the token before it, and with the last hidden state of the token itself. The latter
+    # gives the target's prediction, which the draft learns. The loss at the last position is
+    # masked, because our trainer has none there: the token to predict is not in the row.
     batch = {
         "input_ids": ids[:, 1:],
         "hidden_states": aux[:, :-1],
@@ -519,8 +519,8 @@ def build_speculators_trainer(
 ) -> Trainer:
     """Return a trainer that trains a model of speculators as that library's own trainer does.
 
-    A model of speculators takes one row at a time. So each row is a micro-batch, and the gradients
-    of all rows accumulate.
+    A model of speculators takes one row at a time. So each row is a micro-batch of a step, in which
+    the gradients of all rows accumulate.
 
     Args:
         model: the model of the draft.
@@ -566,12 +566,12 @@ def build_head_and_loss_trainer(
 ) -> Trainer:
     """Return a trainer whose step is only the LM head and the loss, forward and backward.
 
-    The input is K x R random hidden states: R rows in each of K steps of the unroll. The gradients
-    are those of the hidden states and of the head's weight.
+    The input is K x R random hidden states: R rows in each of K steps of an unroll. The backward
+    pass computes the gradients of these hidden states and of the weight of the draft's LM head.
 
     Args:
-        rows: R.
-        num_steps: K.
+        rows: R, the hidden states in each step of the unroll.
+        num_steps: K, the steps of the unroll.
         hidden_size: the size of a hidden state.
         vocab_size: tokens of the vocabulary.
         bf16: whether autocast to bfloat16 is on.

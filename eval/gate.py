@@ -17,7 +17,7 @@ from specdistill.evaluation.gate.decide import GateOptions
 
 
 def main(options: GateOptions) -> ExitCode:
-    """Judge a report; the exit code is the verdict."""
+    """Judge a report by a gate, and return the verdict as an exit code."""
     return judge_report(options)
 
 

@@ -97,7 +97,7 @@ def _make_train_set(
         recipe: the recipe, which says how the length of rows grows during training.
         arguments: the Trainer's arguments, of which the number of steps and the seed are used.
     """
-    # A function that starts the stream of batches from its beginning.
+    # `batches()` starts the stream of batches from its beginning.
     batches = partial(
         curriculum,
         train_stream,
@@ -111,7 +111,8 @@ def _make_train_set(
 def _return_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
     """Return the Trainer's only item as a batch: the training set yields whole batches, not rows.
 
-    The Trainer uses this as its data collator. The model shifts the labels itself.
+    The Trainer uses this function as its data collator. The labels are the input ids, because the
+    model shifts them itself.
     """
     batch = torch.as_tensor(items[0]["input_ids"])
     return {"input_ids": batch, "labels": batch}

@@ -93,7 +93,7 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
         raise ValueError(f"more than {MAX_DEPTH} levels")
 
     # Refuse half of a surrogate pair, such as "\ud83d" alone. json has joined whole pairs to one
-    # character, and half a pair cannot be encoded in UTF-8: encoding the value raises
+    # character. Half a pair cannot be encoded in UTF-8, so that encoding the value raises
     # UnicodeEncodeError, which is a ValueError.
     if HALF_SURROGATE_PAIR.search(text):
         json.dumps(value, ensure_ascii=False).encode()
@@ -130,7 +130,8 @@ def read_json_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the JSON object of each line of a file, with the number of the line from 1.
 
-    Only one line at a time is in memory. The whole file may also be a single JSON list of objects.
+    Only one line at a time is in memory. Instead of lines with objects, the file may also hold a
+    single JSON list of objects, which is read as a whole (see `largest_list`).
 
     Args:
         stream: the file.
@@ -143,8 +144,9 @@ def read_json_rows(
         The number of the line, or of the item in a list, and the object.
 
     Raises:
-        ValueError: for a line that is no JSON object. The error names the line. With `report`, the
-            error is only raised for a line that is too long, and for a list that is no JSON.
+        ValueError: for a line that is no JSON object or is too long. The error names the line. With
+            `report`, the error is raised only for a line that is too long, and for a list that is
+            no JSON.
     """
 
     def refuse(number: int, error: ValueError) -> None:
@@ -167,7 +169,8 @@ def read_json_rows(
         if len(line) > max_bytes:
             raise ValueError(f"line {number}: more than {max_bytes:,} bytes")
 
-        # Parse the line. After an error in a list, its other items cannot be read either.
+        # Parse the line, or the whole list. An error in a list is always raised, because the other
+        # items of the list cannot be read either.
         try:
             text = decode_text(line.rstrip(), number)
             if not text:
@@ -195,7 +198,7 @@ def _add_line_number(error: ValueError, number: int) -> ValueError:
     """Return an error whose message begins with the number of the line in the file.
 
     Args:
-        error: the error of parsing a part of the file. json counts lines within this part, from 1.
+        error: the error of parsing a part of the file. json counts the lines of this part from 1.
         number: the line of the file, from 1, in which the part begins.
     """
     if isinstance(error, json.JSONDecodeError):
@@ -244,7 +247,7 @@ class _Collection(NamedTuple):
 
     Attributes:
         anchor: the name that the document gives to the collection (`&name`); None without one.
-        before: the number of characters of the expanded document before the collection.
+        before: the number of characters before the collection, with aliases written out.
         scalars: the values of the nodes in the collection so far; None for each node that is itself
             a list, a mapping or an alias. In a mapping, keys and values alternate.
     """
@@ -280,8 +283,9 @@ def check_yaml(text: str) -> None:
             if getattr(event, "tag", None) is not None:
                 raise ValueError(f"the tag {event.tag}")
 
-            # At the end of a list or mapping its size is known. A mapping must not repeat a key.
-            # The keys are every second entry of `scalars`, with None for a key that is no scalar.
+            # At the end of a list or mapping its size is known: what was added to `total` since it
+            # began. A mapping must not repeat a key. Its keys are every second entry of `scalars`,
+            # with None for a key that is no scalar.
             if isinstance(event, yaml.CollectionEndEvent):
                 collection = opened.pop()
                 sizes[collection.anchor] = total - collection.before
@@ -299,8 +303,8 @@ def check_yaml(text: str) -> None:
                 elif scalar is None and event.anchor not in sizes:
                     raise ValueError(f"*{event.anchor} before the end of &{event.anchor}")
                 else:
-                    # An alias is as large as the node that it names. Each node counts one character
-                    # more, for what separates it from the next.
+                    # An alias is as large as the node that it names. In the total each node counts
+                    # one character more, for what separates it from the next node.
                     size = sizes[event.anchor] if scalar is None else len(scalar)
                     total = total + 1 + size
                     sizes[event.anchor] = size

@@ -63,7 +63,11 @@ class ReportedError(Exception):
     key = ""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to rebuild the error, for pickle, without calling `__init__`."""
+        """Return how to rebuild the error, for pickle, without calling `__init__`.
+
+        By default pickle passes `args` to `__init__`. But `args` holds only the message, and the
+        `__init__` of a subclass has other parameters.
+        """
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def rename_key(self, key: str, typed: str) -> None:
@@ -90,14 +94,14 @@ class UserError(ReportedError):
     """An error in the input of the user.
 
     The message is one line with the key, the value that was got, and the value that was expected.
-    If the value is a misspelt name, it ends with the nearest valid name.
+    If the value is a misspelt name, the message ends with the nearest valid name.
 
     >>> what = {"got": "an unknown key", "expected": "a key of draft"}
     >>> print(UserError("draft.num_layer", **what, nearest="draft.num_layers"))
     draft.num_layer: got an unknown key, expected a key of draft; did you mean draft.num_layers?
 
-    For a missing value, `got` begins with `nothing`. For a key without a value, it begins with
-    `null`. The circumstances may follow.
+    If the key was not set, `got` begins with `nothing`. If it was set without a value, `got` begins
+    with `null`. The circumstances may follow.
 
     >>> print(UserError("eval.suite", got="nothing with target.model=org/name", expected="prompts"))
     eval.suite is required with target.model=org/name: prompts
@@ -180,7 +184,7 @@ def announce_resumption() -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)  # Shells use this exit code for a signal.
 
-    # Only the main thread may handle signals. The first process of a launch speaks for all.
+    # Only the main thread may handle signals.
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
@@ -188,6 +192,7 @@ def announce_resumption() -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(RESUMES) from None
     except SystemExit:
+        # Only the first process of a launch says so, for all of them.
         if os.environ.get("RANK", "0") == "0":
             logger.error(f"terminated; {RESUMES}")
         raise
@@ -270,8 +275,8 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
             # This is the only place that catches all exceptions, so that no command ends in a
             # traceback.
             if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
-                # Python flushes stdout once more at exit, which would raise again. So let what is
-                # still buffered go to /dev/null.
+                # Python flushes stdout once more when it exits, which would raise the error again.
+                # So let stdout go to /dev/null, with what is still buffered.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
                 return ExitCode.DONE
             return explain(error, debug="debug=true" in arguments)
@@ -299,8 +304,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
         error: the error.
         debug: print the traceback before the line.
     """
-    # Processes other than the first on a machine wait here, and are ended meanwhile by the
-    # launcher.
+    # Processes other than the first on a machine wait here. Meanwhile the first one ends, and the
+    # launcher then ends the others.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
     if debug:
@@ -344,7 +349,7 @@ def name_sibling_key(key: str, name: str) -> str:
     >>> name_sibling_key("eval.draft", "suite"), name_sibling_key("draft", "suite")
     ('eval.suite', 'suite')
     """
-    # Without a dot in the key, rfind returns -1, so that nothing of the key is kept.
+    # Keep the key up to its last dot. Without a dot rfind returns -1, so nothing of it is kept.
     return f"{key[: key.rfind('.') + 1]}{name}"
 
 

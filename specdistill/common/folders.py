@@ -76,8 +76,8 @@ def check_holds(folder: Path, key: str, kind: str, is_own: Callable[[str], objec
     Args:
         folder: the folder, which need not exist.
         key: the key that the error names.
-        kind: what such a folder is called, for the error, such as "a row set".
-        is_own: a function that returns whether a file with this name belongs into such a folder.
+        kind: what a folder with such files is called, for the error, such as "a row set".
+        is_own: a function that gets the name of a file, and returns whether it is of this kind.
 
     Raises:
         UserError: for a folder with any other file.
@@ -120,8 +120,9 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
         # Lock the hidden folder. Folders can only be opened for reading, which suffices for a lock.
         with _lock_path(partial, os.O_RDONLY, key, output):
             try:
-                # Move the old folder into the hidden folder in one step, and delete it there. If a
-                # killed process left a half deleted folder at `output`, it would look complete.
+                # Move the old folder into the hidden folder in one step, and delete it there. If it
+                # were deleted at `output`, and this process were killed meanwhile, what is left
+                # there would look complete.
                 if replaces and output.exists():
                     output.rename(partial / output.name)
                 # Empty the hidden folder: it may hold the old folder, and files that a killed
@@ -168,8 +169,8 @@ def exclusive_lock(lock: Path, key: str, output: Path, *, saves_memory: str = ""
 
     The process that holds the lock writes its id and start time into the lock file. It empties the
     file when its `with` block ends, with or without an error. When a process is killed, the
-    operating system releases its lock, but the text stays in the file. So a lock file with text
-    that no process locks shows that a process was killed, and a warning is logged.
+    operating system releases its lock, but the text stays in the file. So if a lock file has text
+    although no process holds its lock, a process was killed, and a warning is logged.
 
     Args:
         lock: the lock file.
@@ -231,8 +232,8 @@ def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
             # LOCK_NB fails at once if another process holds the lock, instead of waiting for it.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            # The other process has written into a lock file who it is, before START_TIME_MARK. A
-            # folder that is locked holds no such text.
+            # If `path` is a lock file, the other process has written into it who it is, followed by
+            # START_TIME_MARK. A folder that is locked holds no such text.
             message = os.pread(descriptor, 200, 0).decode() if path.is_file() else ""
             writer = message.partition(START_TIME_MARK)[0]
             raise UserError(

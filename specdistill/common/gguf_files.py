@@ -44,8 +44,8 @@ class MetadataReader(gguf.GGUFReader):
             raw_type: the type of the value.
 
         Returns:
-            The bytes that the value takes, its parts as arrays, the indices of the parts that hold
-            data, and the types: for an array, ARRAY and the type of its elements.
+            The number of bytes that the value takes, its parts as arrays, the indices of the parts
+            that hold data, and the types: for an array, ARRAY and the type of its elements.
         """
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
@@ -107,7 +107,8 @@ def check_gguf(path: Path, key: str) -> None:
         reader = open_gguf(path)
     except (struct.error, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
         # If the file ends too early, the error of gguf depends on what gguf was reading there. Only
-        # one error is certain to mean a short file: numpy cannot reshape too few bytes to a tensor.
+        # one error is certain to mean a file that is cut short: numpy cannot reshape too few bytes
+        # to a tensor.
         is_cut_short = "reshape" in str(error)
         reason = "cut short" if is_cut_short else f"cut short or broken: {join_lines(str(error))}"
         raise UserError(

@@ -94,7 +94,7 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
 
     Args:
         facts: the values of this process: name -> value. The error shows a name and its values.
-        otherwise: text at the end of the error that says what to do about a difference.
+        otherwise: text at the end of the error that says what to do if values differ.
 
     Raises:
         UserError: naming the first difference, its process and its machine.
@@ -146,8 +146,8 @@ def report_failed_collectives(next_step: str) -> Iterator[None]:
 def _describe_missing_processes(error: RuntimeError) -> str:
     """Return a message of torch that says which processes do not answer any more.
 
-    In process 0, torch's message names the ranks of these processes. In other processes, it refers
-    to process 0.
+    In process 0, torch's message names the ranks of these processes. In any other process, the
+    message refers to process 0.
 
     Args:
         error: the error of the failed collective. If all processes answer, its message is returned.

@@ -116,8 +116,8 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             # A call that only adds further units has finished no part of the task.
             if count > 0:
                 num_parts += 1
-            # Print no line before the first unit is done, and none here when all are done, because
-            # the end of the task has a line of its own.
+            # Print no line before the first unit is done. Print none when all are done, either: the
+            # line below, after `yield`, is for the end of the task.
             if now - last_printed >= SECONDS and 0 < num_done < total:
                 last_printed = now
                 # The remaining time follows from the average speed so far. This is too uncertain
@@ -185,7 +185,7 @@ class Cost(NamedTuple):
 
 def find_free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
-    # A folder that does not exist yet will be created on the disk of the folder above it.
+    # A folder that does not exist yet will be on the disk of the closest folder above it.
     return shutil.disk_usage(find_existing_folder(folder)).free
 
 
@@ -203,7 +203,7 @@ def announce(
     Args:
         task: the task, such as "generating", for the table and the error.
         cost: the estimated cost of the task.
-        sample: what the cost was estimated from, such as "512 of 5,738 rows".
+        sample: a description of what the cost was estimated from, such as "512 of 5,738 rows".
         folder: the folder that the task writes to.
         folder_key: the key that names the folder, for the error.
         force: whether to start even if the disk has too little room.

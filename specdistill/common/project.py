@@ -32,7 +32,7 @@ def find_yaml(name: str, folder: Path, key: str) -> Path:
     Raises:
         UserError: if neither exists.
     """
-    # A path comes first, so that a file of the user wins over a file with the same name.
+    # A path comes first, so that a file of the user wins over a file in `folder` of that name.
     for candidate in (Path(name), folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate

@@ -32,7 +32,7 @@ def resolve(
 ) -> str:
     """Replace the model name `pico` by a folder; check any other name, and return it unchanged.
 
-    pico is a tiny model for trials and tests, which ships with specdistill.
+    pico is a tiny model that ships with specdistill, for trials and tests.
 
     Args:
         model: `pico`, a folder, a GGUF file or a Hub id.
@@ -49,9 +49,9 @@ def resolve(
     if model == "pico":
         return str(PICO)
 
-    # Refuse a folder that does not exist, unless the name may be a Hub id: it then has exactly one
-    # slash. Whether a Hub id exists turns out later, when its files are fetched. Path("") is the
-    # working directory, so an empty name needs a test of its own.
+    # Refuse a name that is no folder here, unless it may be a Hub id, which has exactly one slash.
+    # Whether a Hub id exists turns out later, when its files are fetched. Path("") is the working
+    # directory, so an empty name needs a test of its own.
     folder, file = split_gguf(model)
     is_folder = bool(model) and Path(folder).is_dir()
     may_be_hub_id = folder.count("/") == 1 and not model.startswith((".", "/", "~"))
@@ -141,7 +141,7 @@ def _make_fetch_error(
     if Path(name).is_dir():
         return UserError(key, got=f"{name}, which lacks needed files", expected=expected)
 
-    # Without a network, find out whether the cache has some of the files.
+    # If the Hub could not be reached, find out which of the needed files the cache lacks.
     repository, revision = split_revision(name)
     reason, next_step = _describe_hub_failure(error, repository)
     missing_files = ""
@@ -150,8 +150,8 @@ def _make_fetch_error(
     if not missing_files:
         return ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step)
 
-    # Suggest the command that completes the cache. huggingface_hub shortens a long list of files
-    # with "..."; then the command fetches the whole repository.
+    # Suggest the command that completes the cache. If huggingface_hub has shortened a long list of
+    # files with "...", the command names no files, and so fetches the whole repository.
     files = [] if "..." in missing_files else missing_files.split(", ")
     revision_option = ["--revision", revision] if revision else []
     command = shlex.join(["hf", "download", repository, *files, *revision_option])
@@ -192,7 +192,7 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
         error: the error of huggingface_hub. The reason may be in one of the errors that caused it.
         repository: the Hub id.
     """
-    # List the error, the error that caused it, and so on: the reason is often wrapped.
+    # List the error, the error that caused it, and so on: any of them may give the reason.
     chain = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
@@ -252,8 +252,8 @@ def _is_cache_error(error: OSError) -> bool:
 
     The reason may be a missing permission, or a full or read-only disk.
     """
-    # An error without a file name is taken to be about the cache. The folder of the cache may not
-    # exist yet, so errors about the folders above it count too.
+    # An error without a file name is taken to be about the cache. An error about a folder above the
+    # cache counts too, because the folder of the cache may not exist yet.
     cache = Path(constants.HF_HUB_CACHE)
     path = Path(str(error.filename)) if error.filename else cache
     is_of_cache = path == cache or cache in path.parents or path in cache.parents
@@ -277,8 +277,8 @@ def split_revision(entry: str) -> tuple[str, str | None]:
 def find_commit(name: str, revision: str | None) -> str:
     """Return the commit that a branch or tag of a Hub repository points to.
 
-    If the Hub cannot be reached, this is the commit in the cache, and huggingface_hub logs a
-    warning.
+    If the Hub cannot be reached, the result is the commit in the Hub's cache on this machine, and
+    huggingface_hub logs a warning.
 
     Args:
         name: the Hub id.

@@ -55,8 +55,8 @@ def shorten_lines(text: str) -> str:
 
     In a longer line, " … " replaces the middle.
     """
-    # The first half is kept whole. The second half is three characters shorter, because " … " takes
-    # three; the negative index counts from the end of the line.
+    # Keep the first half of the characters, and the last ones of the line (a negative index counts
+    # from its end). These are three fewer than half, because " … " takes three characters.
     half = MAX_LINE_CHARACTERS // 2
     return "\n".join(
         line if len(line) <= MAX_LINE_CHARACTERS else f"{line[:half]} … {line[3 - half :]}"
@@ -67,8 +67,8 @@ def shorten_lines(text: str) -> str:
 def guard(stream: Any, *, shortens: bool = False) -> None:
     """Replace the control characters in everything that is written to a stream from now on.
 
-    Progress bars on a terminal need control characters, so they are written unchanged. Characters
-    that the encoding of the stream lacks are escaped.
+    The output that draws progress bars on a terminal is written unchanged, because it needs control
+    characters. Characters that the encoding of the stream lacks are escaped.
 
     The stream object stays the same, and only its method `write` is replaced. A new stream object
     would not reach code that holds the old one already, such as the handlers of logging.
@@ -92,7 +92,7 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
         def write_guarded(text: str) -> object:
             """Write a text without control characters, unless it draws a progress bar.
 
-            This replaces `stream.write`. `write` is the original method of the stream.
+            This function replaces `stream.write`. The original method is `write`.
             """
             if stream.isatty() and PROGRESS_BAR_OUTPUT.fullmatch(text):
                 return write(text)
@@ -114,8 +114,8 @@ def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
     Args:
         arguments: the arguments of the command.
     """
-    # If a handler exists, the output is set up already: a command has called a script in the same
-    # process.
+    # If a handler exists, a command has called a script in the same process, and has set up the
+    # output already.
     logger = logging.getLogger("specdistill")
     if logger.handlers:
         yield
@@ -128,9 +128,9 @@ def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
     logger.setLevel(logging.INFO)
     try:
         with ExitStack() as stack:
-            # With --json, `print_result` writes to the real stdout (`json_streams`), and everything
-            # else on stdout is discarded. With --quiet, all of stderr except the handler's errors
-            # is discarded.
+            # With --json, discard all of stdout, except what `print_result` writes to the real
+            # stdout in `json_streams`. With --quiet, discard all of stderr, except the errors of
+            # the handler.
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             if JSON in arguments:
                 json_streams.append(sys.stdout)
@@ -169,8 +169,8 @@ def _convert_to_json(value: object) -> object:
 class Console(rich.console.Console):
     """A console of rich that may write colours and bars, although `guard` protects the stream.
 
-    The control sequences of rich itself go to the unguarded stream. The texts that are printed are
-    made printable, and are not read as markup.
+    It writes to the unguarded stream, so that rich's own control sequences reach the terminal. The
+    texts that it prints are made printable, and are not read as markup.
     """
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:

@@ -142,7 +142,8 @@ def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
         source: the value of `data.source`: a name, or a list of names and of mappings.
 
     Yields:
-        The key that errors name, such as `data.source[0]`, and the entry.
+        The key that errors name, and the entry. The key is `data.source` for a single name,
+        `data.source[0]` for a name in a list, and `data.source[0].source` for a mapping in a list.
 
     Raises:
         UserError: if the value is neither a name nor a list, or if the settings of an entry are not
@@ -192,13 +193,13 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
             split, or if a file has no column that training can use.
     """
     for key, entry in list_entries(source):
-        # Sources that are built in have no files.
+        # Built-in sources, and prompts that the target generates, have no files.
         if entry.source in {SELF_SOURCE, *BUILT_IN_SOURCES}:
             continue
         check_path(entry, entry.split or split, key)
 
-        # Look for known columns in small files, before anything slow is imported or loaded. Lines
-        # that cannot be read are passed over here, because `report` does nothing.
+        # Look for known columns in small files, before anything slow is imported or loaded. With a
+        # `report` that does nothing, lines that cannot be read are skipped here.
         path = Path(entry.source)
         if path.suffix == ".jsonl" and path.stat().st_size <= MAX_CHECKED_BYTES:
             column_names: dict[str, None] = {}  # a dict keeps the order, a set does not
@@ -340,7 +341,9 @@ def list_source_names(source: object) -> list[str]:
 
 
 def warn_unpinned_sources(source: object) -> Iterator[str]:
-    """Yield a warning for each source without a revision or a licence.
+    """Yield a warning for each Hub source without a revision, and each file without a licence.
+
+    A source on the Hub needs no licence in its entry, because its card may state one.
 
     Args:
         source: the value of `data.source`.
@@ -349,7 +352,7 @@ def warn_unpinned_sources(source: object) -> Iterator[str]:
         UserError: if the value of `data.source` is not valid.
     """
     for _, entry in list_entries(source):
-        # A name with one slash that is no file or folder is looked up on the Hub.
+        # A source is on the Hub if its name has one slash, and is no file, folder or file name.
         is_on_hub = (
             entry.source.count("/") == 1
             and SOURCE_IS_ON_HUB.holds(entry)

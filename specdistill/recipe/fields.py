@@ -29,10 +29,12 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """A section of a recipe, or the options of a command.
 
-    A section whose keys depend on the value of one of them is a discriminated union of variants.
+    If the value of one key decides which other keys there are, the section is a discriminated union
+    of variants, which are classes with different keys.
 
     Attributes:
-        CHOSEN: for a variant, the setting that chooses it, in words that complete "only used …".
+        CHOSEN: for such a variant, the setting that chooses it, in words that complete "only used
+            …", for example "with data.regenerate.server".
     """
 
     CHOSEN: ClassVar[str] = ""
@@ -45,8 +47,8 @@ class Section(BaseModel):
     def select_schema(cls, values: Mapping[str, object]) -> "type[Section]":
         """Return the schema that a section's values are checked against: this class.
 
-        A subclass with several schemas, such as one for each method, overrides this function and
-        chooses by the values.
+        A subclass may have several schemas, for example one for each method. It then overrides this
+        function, and chooses a schema by the values.
         """
         return cls
 
@@ -54,8 +56,8 @@ class Section(BaseModel):
     def list_schemas(cls) -> "dict[str, type[Section]]":
         """Return all schemas that `select_schema` chooses between, by name.
 
-        For recipes the names are those of the methods. A class with only one schema returns itself
-        under an empty name.
+        The schemas of recipes have the names of the methods. A class with only one schema returns
+        itself under an empty name.
         """
         return {"": cls}
 
@@ -66,7 +68,7 @@ class Section(BaseModel):
 
         A section has several variants (classes with different keys) if one of its keys decides
         which other keys there are. With the choice in the values, pydantic checks them against one
-        variant only. Otherwise it would report each unknown key once for every variant.
+        variant only. Without it, pydantic would report each unknown key once for every variant.
         """
         # Anything but a mapping is left to pydantic, which reports it.
         if not isinstance(values, Mapping):
@@ -83,8 +85,8 @@ class Section(BaseModel):
 class Choices:
     """A validator that accepts only some names as the value of a key.
 
-    A function returns the names when a value is checked. So they can be the names in a table of
-    another module.
+    The names may come from a table of another module, because they are only looked up when a value
+    is checked.
 
     Attributes:
         names: a function that returns the names.
@@ -97,6 +99,7 @@ class Choices:
     def __call__(self, value: str) -> str:
         """Return the value, if it is one of the choices; raise otherwise."""
         if value not in self.names() and not self.also(value):
+            # pydantic has this error for a wrong value of a `Literal`, so both get one message.
             raise PydanticCustomError("literal_error", "not one of the choices")
         return value
 
@@ -122,7 +125,7 @@ class Condition:
 
     Attributes:
         text: completes "only used …".
-        holds: whether the condition holds in the section that the key stands in.
+        holds: a function that gets the section of the key, and returns whether the condition holds.
     """
 
     text: str
@@ -186,10 +189,10 @@ def find_default(field: FieldInfo) -> object:
 
 
 def find_changed_key(key: str, value: object, default: object) -> tuple[str, object]:
-    """Return which key was changed from its default, and its value.
+    """Return the key that was changed from its default, and the value that it has now.
 
-    If the value is a section, this is the first key inside the section that differs. An error then
-    names that key, and not the whole section.
+    If the value is a section, the result is the first key inside the section that differs. So an
+    error can name that key, and not the whole section.
 
     Args:
         key: the key.
@@ -208,8 +211,8 @@ def find_changed_key(key: str, value: object, default: object) -> tuple[str, obj
 def list_variants(hint: object) -> list[type[Section]]:
     """Return the section classes in the type of a recipe key.
 
-    If the section has variants, which have different keys, there are several classes. If the type
-    of the key is a value or a list, there are none.
+    There are several classes if the section has variants (classes with different keys), and none if
+    the key takes no section but a value or a list.
 
     Args:
         hint: the type hint of the key.
@@ -280,8 +283,8 @@ def describe_condition(variants: Sequence[type[Section]], name: str) -> str | No
         variants: all variants of the key's section.
         name: the name of the key.
     """
-    # The key may have a condition of its own. If only some variants have the key, `CHOSEN` says
-    # when they are chosen.
+    # The key may have a condition of its own. Otherwise, if only some variants have the key, use
+    # `CHOSEN` of the first of them, which says when it is chosen.
     owners = [variant for variant in variants if name in variant.model_fields]
     condition = find_condition(owners[0].model_fields[name])
     if condition:
@@ -292,8 +295,8 @@ def describe_condition(variants: Sequence[type[Section]], name: str) -> str | No
 def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
     """Return the default of a key in a section with variants.
 
-    A key may have no default and belong to only some of the variants. A recipe with another variant
-    does not need such a key, so the default that is returned is None.
+    For a key without a default, the result is PydanticUndefined if all variants have the key. It is
+    None if only some of them have it, because a recipe with another variant does not need the key.
     """
     default = find_default(list_fields(variants)[name])
     is_in_all = all(name in variant.model_fields for variant in variants)
@@ -319,10 +322,10 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     if isinstance(field.discriminator, str):
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
-    # A recipe that was recorded in a run lists the keys of all variants. Leave out the keys of
-    # other variants if they have their defaults. If the record was made with another variant, a
-    # required key of this variant is null in it. Leave out this null, too, so that pydantic reports
-    # the key as missing.
+    # Keep the optional keys of this variant, and keys that no variant has, which pydantic reports.
+    # Keep any other key only if it differs from its default: the recipe that a run has recorded
+    # lists the keys of all variants. If it was recorded with another variant, a required key of
+    # this variant is null, which is left out, too, so that pydantic reports the key as missing.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields
@@ -336,8 +339,8 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
 def list_every_key(section: Section) -> dict[str, object]:
     """Return the values of a section with every key that there is, for the record of a run.
 
-    An inner section may have variants with different keys. The keys that only other variants have
-    are added with their defaults.
+    If an inner section has variants (classes with different keys), the keys that only its other
+    variants have are added with their defaults.
     """
     values = section.model_dump()
     for name, field in type(section).model_fields.items():
@@ -368,8 +371,8 @@ class HelpRow(NamedTuple):
 def describe(schema: type[Section]) -> list[HelpRow]:
     """Return a row (key, type, default, help) for every key, for the output of `--help`.
 
-    If only some methods have a row, its help begins with their names. A key that differs between
-    methods has several rows.
+    A key that differs between methods has several rows. If only some methods have a row, its help
+    begins with the names of these methods.
     """
     # Collect for each row the names of the methods whose schema has it.
     variants = schema.list_schemas()
@@ -399,7 +402,7 @@ def list_leaves(variants: Sequence[type[Section]], prefix: str = "") -> Iterator
         key = f"{prefix}{name}"
 
         # A key that is always a section has no row of its own, only rows for the keys in it. A key
-        # that may also be null has both.
+        # that is a section or null has a row of its own and rows for the keys in it.
         inner_variants = list_variants(field.annotation)
         is_always_a_section = len(inner_variants) == len(_list_union_members(field.annotation))
         if not is_always_a_section:
@@ -420,8 +423,7 @@ def list_leaves(variants: Sequence[type[Section]], prefix: str = "") -> Iterator
 def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
     """Return a key's type in words; if it differs between variants, all types joined with `|`.
 
-    "or null" is added for a key that is required in the variants that have it, but that other
-    variants do not have.
+    "or null" is added if the variants that have the key require it, and other variants lack it.
     """
     fields = [variant.model_fields[name] for variant in variants if name in variant.model_fields]
     kinds = dict.fromkeys(describe_kind(field) for field in fields)
@@ -455,7 +457,7 @@ def _list_rules(hint: object) -> list[object]:
 
     `list[Annotated[int, Field(ge=1)]]`, for example, has a limit of its items.
     """
-    # They are in the metadata of `Annotated`: directly, or in the metadata of a pydantic `Field`.
+    # `Annotated` has the rules in its metadata: directly, or in the metadata of a pydantic `Field`.
     rules: list[object] = []
     for rule in getattr(hint, "__metadata__", ()):
         rules.extend(getattr(rule, "metadata", [rule]))

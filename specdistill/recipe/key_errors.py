@@ -46,6 +46,7 @@ ALIASES = {
 @cache
 def list_required_keys(schema: type[Section]) -> frozenset[str]:
     """Return the keys without a default, which every recipe of a schema must have."""
+    # `list_leaves` gives each default as text. PydanticUndefined stands for a missing default.
     return frozenset(
         key
         for key, _, default, _ in list_leaves([schema])
@@ -87,7 +88,8 @@ def explain_errors(
             expected=f"at most {prefix}{format_place([*place, 'max'])}, which is {limits['max']}",
         )
 
-    # The key is missing, or its value is no section, or has a wrong type or size.
+    # The key is missing, or its value is no section, or has a wrong type or size. Only a schema of
+    # recipes has the section `train`: for it, the error of a missing key may suggest a recipe.
     field = _find_field(chosen, place)
     if first["type"] == "missing":
         return _make_missing_key_error(
@@ -194,15 +196,15 @@ def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) ->
             key, got=f"a section with the keys {', '.join(map(str, value))}", expected=kind
         )
 
-    # If the value is outside a limit, show only the value. Otherwise its type may be the problem,
-    # so show the type, too.
+    # If the value is outside a limit, show only the value. Otherwise show its type, too, which may
+    # be what is wrong.
     if {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys():
         got = str(value)
     else:
         got = "null" if value is None else f"{value!r} ({type(value).__name__})"
 
-    # If the value is inside a mapping, `kind` describes the whole mapping. Pydantic's own message
-    # says more about the value then.
+    # If the value is inside a mapping, `kind` only says "mapping". pydantic's own message says what
+    # is expected of the value itself.
     is_in_mapping = kind == "mapping" and detail["type"] != "dict_type"
     message = detail["msg"].removeprefix("Input should be ")
     return UserError(key, got=got, expected=message if is_in_mapping else kind)
@@ -233,7 +235,7 @@ def _make_other_variant_error(
         value: the value of the key.
         prefix: text that goes before the key.
     """
-    # Find the variant that has the key.
+    # Find the first variant that has the key.
     *section_place, name = place
     variants = _find_variants(schema, section_place)
     owner = next(variant for variant in variants if name in variant.model_fields)
@@ -289,7 +291,7 @@ def _make_unknown_key_error(
         )
 
     # Suggest a key of the same section with a similar name, else a key of the same name elsewhere.
-    # If other tools use the name (`ALIASES`), suggest what they mean by it instead.
+    # In a recipe, a name that other tools use (`ALIASES`) comes first: suggest our key for it.
     known_keys = sorted(list_fields(_find_variants(chosen, place[:-1])))
     similar_name = find_nearest(name, known_keys)
     if similar_name:
@@ -311,6 +313,7 @@ def _make_unknown_key_error(
 
 def _has_key(schema: type[Section], key: str) -> bool:
     """Return whether a schema has a key, or a section of that name."""
+    # The dots let only whole names match: `eval` matches `eval.suite`, but not `evaluate`.
     return any(f"{row.key}.".startswith(f"{key}.") for row in list_leaves([schema]))
 
 
@@ -336,7 +339,7 @@ def _find_variants(schema: type[Section], place: Place) -> list[type[Section]]:
 def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
     """Return the section classes of a field: those of its value, or of the items of a list.
 
-    There are several classes if the section has variants, and none if the field is no section.
+    There are several classes if the section has variants, and none if the field holds no section.
     """
     variants = list_variants(field.annotation)
     for item in get_args(field.annotation):

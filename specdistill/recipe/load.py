@@ -134,8 +134,9 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
         bare: a pattern for arguments whose list has no brackets (see `_build_bare_list_pattern`);
             None if no key takes a list.
     """
-    # `data.source` takes a list, or a single name, which may be a path with a comma. So the pattern
-    # does not cover this key. Values with brackets, mappings and interpolations (`$`) stay.
+    # `data.source` takes a list, or a single name, which may be the path of a file with a comma. So
+    # for this key a value with a comma is a list, unless such a file exists. A value that begins
+    # with a bracket, a brace or an interpolation (`$`) is not changed.
     key, _, value = argument.partition("=")
     if key == "data.source":
         is_bare = "," in value and value[0] not in "[{$" and not Path(value).exists()
@@ -215,8 +216,8 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             error.full_key or "recipe", got=reason, expected="a value, or ${another.key}"
         ) from error
 
-    # A training has a number of epochs or of steps. If the user typed only one of the two, the
-    # other one of the file is dropped. `max_steps=-1` is no number of steps.
+    # A training has a number of epochs or of steps. If the user typed only one of the two, drop the
+    # other one, which the file may set. `max_steps=-1` sets no number, and drops nothing.
     typed_keys: set[str] = set()
     for layer in overrides:
         typed_values = cast(dict[str, object], OmegaConf.to_container(layer))
@@ -241,7 +242,7 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
     Raises:
         UserError: if an argument is not of the form `key=value`, or if a value is no valid YAML.
     """
-    # Go through pairs of an argument and the argument after it. After the last argument comes "".
+    # Take each argument together with the one that follows it; "" follows the last argument.
     file = None
     overrides = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -416,7 +417,7 @@ def _check_values(node: object, *place: int | str) -> None:
 def _drop_marked_keys(node: object, required: Collection[str], prefix: str = "") -> object:
     """Remove required keys whose value is OmegaConf's mark for a missing value, `???`.
 
-    pydantic then reports these keys as missing. A key with a default keeps its mark.
+    pydantic then reports these keys as missing. A key that has a default keeps the mark as a value.
 
     Args:
         node: the values; a value that is no mapping is returned unchanged.
@@ -434,7 +435,7 @@ def _drop_marked_keys(node: object, required: Collection[str], prefix: str = "")
 
 def _check_no_unused_keys(values: Section, prefix: str) -> None:
     """Raise UserError for a key that was set although it has no effect with the other settings."""
-    # A key with a condition has no effect if the condition does not hold. Such a key must have its
+    # A key with a condition has no effect if the condition does not hold. It must then have its
     # default.
     for name, field in type(values).model_fields.items():
         value = getattr(values, name)

@@ -130,7 +130,7 @@ AttentionImplementation = Annotated[
 
 
 def _check_names(value: object) -> object:
-    """Check that a value is a name, a list of names or None, and return it.
+    """Check that a value is a name, a list of at least one name, or None, and return it.
 
     Without this check pydantic would report one error for each of the types that the key allows.
     """
@@ -375,7 +375,7 @@ class DataConfig(Section):
 class OnlineStates(Section):
     """Hidden states come from a target pass in each step of training."""
 
-    # Whether training may have to run the target's layers, as in the other modes.
+    # Whether training may have to run the target's layers. The other modes have this flag, too.
     runs_layers: ClassVar[bool] = True
 
     mode: Literal["online"] = option("online", STATES_MODE)
@@ -431,7 +431,8 @@ class HybridStates(StoredStates):
     def runs_layers(self) -> bool:
         """Whether training may have to run the target's layers.
 
-        It need not if servers compute the hidden states of all rows.
+        It need not if servers compute the hidden states, and `max_bytes` does not limit the store,
+        so that the hidden states of all rows are in it.
         """
         return not self.server or self.max_bytes is not None
 
@@ -439,8 +440,8 @@ class HybridStates(StoredStates):
     def waiting(self) -> Path | None:
         """The folder for hidden states that servers write while they generate training data.
 
-        The files wait there until the feature store of all rows is made. None if `max_bytes` limits
-        the store: it may then be too small for all rows, so nothing is written in advance.
+        The files stay there until the feature store of all rows is made. None if `max_bytes` limits
+        the store: the store may then be too small for all rows, so nothing is written in advance.
         """
         return Path(self.path) / WAITING_FOLDER if self.max_bytes is None else None
 
@@ -467,7 +468,7 @@ class TreeConfig(Section):
 
     @property
     def levels(self) -> int:
-        """The depth of the tree."""
+        """The depth of the tree; 0 if neither `depth` nor `branching` is set."""
         return self.depth or len(self.branching or ())
 
 
@@ -485,7 +486,7 @@ def check_lengths(value: Any) -> Any:
 
 
 class LookupFirstConfig(Section):
-    """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
+    """A lookup that proposes tokens before the draft does (see `LookupFirstProposer`)."""
 
     method: Literal["ngram", "suffix"] = option("ngram", "method of the lookup")
     # With a smaller `min` the lookup proposes more often in place of the draft, but after matches
@@ -569,8 +570,9 @@ class LookupFirstConfig(Section):
                 expected="at most K, the number of tokens that a lookup drafts",
             )
 
-        # The settings of some commands have no engine and no sweep over K. These commands decode
-        # with specdistill's own decoder, and with this K only.
+        # Check the engine with the smallest K that is measured. The settings of some commands have
+        # no engine and no sweep over K. These commands decode with specdistill's own decoder, and
+        # with this K only.
         self.check_engine(
             key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)
         )
@@ -695,7 +697,8 @@ class MeasurementConfig(Section):
     def limit_quick_look(self) -> Self:
         """Return the settings to measure with: for a quick look, lowered to QUICK_LIMITS.
 
-        A recipe keeps its own settings, so that a run that recorded it can be measured in full.
+        These settings themselves do not change, so that a run which recorded them can still be
+        measured in full.
         """
         if not self.quick:
             return self
@@ -705,7 +708,7 @@ class MeasurementConfig(Section):
             if value is None or value > limit:
                 lowered[name] = limit
 
-        # An engine has no test of sampling that could be left out.
+        # Leave out the test of sampling. Engines do not have this test.
         if getattr(self, "engine", "specdistill") == "specdistill":
             lowered["sampling_draws"] = 0
         return self.model_copy(update=lowered)
@@ -853,8 +856,8 @@ class EvalConfig(MeasurementConfig):
     @model_validator(mode="after")
     def _check_sweeps(self) -> "EvalConfig":
         """Check that each setting of `eval.sweep` can be varied with the chosen engine."""
-        # Each setting has a condition. Settings that are not in the dictionary can only be varied
-        # if this process decodes.
+        # The condition under which each setting can be varied. A setting that is not in the
+        # dictionary can only be varied if this process decodes.
         conditions = {
             "concurrency": SERVER_DECODES,
             "num_speculative_tokens": ENGINE_IS_NOT_RUNNING,

@@ -67,7 +67,8 @@ def _has_open_brackets(argument: str) -> bool:
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
     """Put default arguments before the keys, unless the keys name a recipe.
 
-    With a recipe the defaults are left out: as arguments they would override the recipe's values.
+    If the keys name a recipe, the defaults are left out: as arguments they would override the
+    values of the recipe.
     """
     has_recipe = any(key.startswith("recipe=") for key in keys)
     return list(keys) if has_recipe else [*defaults, *keys]
