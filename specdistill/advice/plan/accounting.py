@@ -103,7 +103,7 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass. The unit is the time that reading one byte takes.
+        """Estimate the time of a forward pass, in units of the time that reading one byte takes.
 
         A pass takes as long as reading its weights and KV cache, or as its arithmetic if that takes
         longer. The arithmetic of a token is two operations for each parameter.
@@ -156,7 +156,7 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass. The unit is the time that reading one byte takes.
+        """Estimate the time of a forward pass, in units of the time that reading one byte takes.
 
         A pass over one token takes as long as its reads. How much longer a pass over more tokens
         takes was measured for some numbers of tokens. Between two of these numbers the time is
