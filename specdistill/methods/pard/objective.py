@@ -208,8 +208,8 @@ class ParallelDistillation(Distillation):
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: [R], the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
-            mask_numbers: [B, M], the number i of each mask: it is the i-th mask after its token
-                (see `draw_masks`).
+            mask_numbers: [B, M], the number i of each mask, which stands i positions after its
+                token (see `draw_masks`).
             soft_targets: the target's distributions; None for hard labels in training.
             measure: also compute the metrics that cost time.
             **unread: other columns of the batch, which are not needed.
@@ -252,7 +252,7 @@ class ParallelDistillation(Distillation):
             input_ids: [B, T], the token ids.
             position_ids: [B, T], which start again at 0 with each document.
             columns_BM: [B, M], the column of the token that each mask follows.
-            numbers_BM: [B, M], the number i of each mask: it is the i-th mask after its token.
+            numbers_BM: [B, M], the number i of each mask, which stands i positions after its token.
 
         Returns:
             The hidden states [B, N, H] that the LM head reads, those of the tokens first.
@@ -326,7 +326,8 @@ class ParallelDistillation(Distillation):
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
-            mask_numbers: [B, M], the number i of each mask: it is the i-th mask after its token.
+            mask_numbers: [B, M], the number i of each mask, which stands i positions after its
+                token.
             **_: other columns of the batch, which are not needed.
 
         Returns:
