@@ -353,7 +353,8 @@ def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:
         hours = f"{hours} for every {NUM_ANSWERS:,} answers"
     gpus = f"{settings['num_processes']} GPUs of {settings['gpu_gb']} GB"
     shard = " `target.shard=layers`" if settings["shard"] == "layers" else ""
-    # If the user chooses the target, show the recipe's folder, which is named after such targets.
+    # If the recipe leaves the choice of the target to its user, show the name of the recipe's
+    # folder in place of the target's name, e.g. `deepseek-v3`.
     target = f"`{settings['target']}`"
     if settings["target"] == REQUIRED_MARK:
         target = f"{name.partition('/')[0]} in bfloat16"

@@ -178,8 +178,8 @@ def compute_median_ms(rounds: Rounds, part: str) -> float:
 def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
     """Return a table with the median milliseconds of each part of a round.
 
-    The table has a column for each decoder. After the column of the first decoder, another one has
-    the share of that decoder's round that each part takes.
+    The columns are: the name of the part, its time in the first decoder, this time as a share of
+    the first decoder's round, and the part's time in each of the other decoders.
 
     Args:
         by_decoder: the timed rounds of each decoder, by the name of its column.
@@ -199,8 +199,8 @@ def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
 def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
     """Decode prompts of each length in LENGTHS, and return a table of the times of a round.
 
-    The table has a row for each length in tokens, and for each part of a round a column with its
-    median milliseconds.
+    The table has a row for each length in tokens, and a column for each part of a round. A cell is
+    the median time of the part in milliseconds.
 
     Args:
         decoder: the decoder with the draft.

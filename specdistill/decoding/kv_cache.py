@@ -113,7 +113,7 @@ class BatchKVCache(DynamicCache):
         self._slot_BT: Tensor = torch.empty(num_rows, 0, dtype=torch.long, device=device)
         self._num_held = 0
         self._end = 0
-        self._size = 0  # positions allocated
+        self._size = 0  # positions that a buffer has room for
 
     def place(
         self, counts: Sequence[int], *, is_causal: bool = True, tree_pass: TreePass | None = None
@@ -388,10 +388,10 @@ class DraftKVCache(BatchKVCache):
         )
 
     def allocate(self, num_positions: int) -> None:
-        """Allocate room for `num_positions` positions of one sequence at once.
+        """Set the size of the buffers to `num_positions` positions of one sequence.
 
-        A compiled graph uses the memory addresses of the buffers, so the buffers must not grow
-        later. `update` creates buffers of this size.
+        A compiled graph uses the memory addresses of the buffers, so they must not grow later. The
+        rotary tables are computed here. The buffers themselves are created by `update`.
         """
         self._reserve_angles(num_positions)
         self._size = num_positions

@@ -76,7 +76,8 @@ class LookupFirstProposer:
     def count_passes(self, k: int) -> int:
         """Return how many forward passes the draft runs for a proposal of k tokens or levels.
 
-        A lookup runs none. A proposal longer than `levels`, the draft's limit, was looked up.
+        A lookup runs none. The draft proposes at most `levels` tokens or levels, so a longer
+        proposal was looked up. A shorter one counts as the draft's.
         """
         return self.draft.count_passes(k) if k <= self.levels else 0
 

@@ -439,8 +439,8 @@ class ModelConfigInfo:
     @cached_property
     def weightless(self) -> "WeightlessTarget":
         """The target at its full size on the meta device, without weights."""
-        # `WeightlessTarget` needs the tiny random target. Reading the property here creates it
-        # outside the meta device, where it can compute.
+        # `WeightlessTarget` needs the tiny random target, which must be able to compute. So create
+        # it, by reading the property, before the meta device is set.
         _ = self.tiny_random
         with torch.device("meta"):
             return WeightlessTarget(self)

@@ -323,9 +323,10 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
     # Keep the optional keys of this variant, and keys that no variant has, which pydantic reports.
-    # Keep any other key only if it differs from its default: the recipe that a run has recorded
-    # lists the keys of all variants. If it was recorded with another variant, a required key of
-    # this variant is null, which is left out, too, so that pydantic reports the key as missing.
+    # Other keys belong to other variants, or are required in this one. Keep them only if they
+    # differ from their defaults, because a recipe that was recorded by a run lists the keys of all
+    # variants. If the run had another variant, a required key of this variant is null in the
+    # recipe. The null is left out, so that pydantic reports the key as missing.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields

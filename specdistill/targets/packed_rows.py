@@ -226,8 +226,9 @@ def capture_mask(
 ) -> CausalMask:
     """Describe the mask that a model class asks transformers for, instead of building it.
 
-    transformers calls this in place of its function that builds masks. The description reaches
-    `attend` as its attention mask, and `attend` checks that it computes attention with that mask.
+    transformers calls this in place of its function that builds masks, and passes the description
+    to `attend` as the attention mask. `attend` uses no mask. It compares the description with the
+    attention that it computes, and raises if they differ.
 
     Args:
         allow_is_causal_skip: whether the class asks for plain causality, with or without a window.

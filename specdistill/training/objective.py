@@ -495,8 +495,9 @@ def arrange_in_chains(
         loss_positions_R: the positions of the R loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
-        values_1R: one value for each loss token, e.g. 1 if the draft predicts it correctly, else 0.
-            The first dimension counts drafted positions, of which such a draft trains only one.
+        values_1R: [1, R], one value for each loss token, e.g. 1 if the draft predicts it correctly,
+            else 0. The first dimension is the number of draft positions in training, which is 1 for
+            such a draft.
     """
     # Write each value to the position that predicts it: the one before the loss token. Then read K
     # consecutive positions. `loss_positions_R` is padded with 0, for which there is no position

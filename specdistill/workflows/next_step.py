@@ -103,8 +103,8 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     # Export the lookup for the measured engine if it can serve the method, and for vLLM otherwise.
     engine = "vllm"
     if measured_engine in ENGINES:
-        # A method lists what serves it by the names of layouts. llama.cpp's have another name than
-        # the engine.
+        # `serving()` has an entry for each engine that can serve the method. If an engine reads the
+        # layouts of another engine (`layouts`), it has no entry of its own, but uses the other's.
         layouts = ENGINES[measured_engine].layouts or measured_engine
         engine = measured_engine if layouts in METHODS[method].serving() else "vllm"
     # The report of a running server does not say how the server looks up, so `export` refuses it.

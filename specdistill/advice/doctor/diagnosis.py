@@ -465,9 +465,9 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         may_be_zero = name.endswith(".bias")
         if largest == 0 and "norm" in name and not may_be_zero:
             name_in_layer = LAYER.sub("", name.removesuffix(".weight"))
-            # A multi-token-prediction layer has further norms around it, which the model lacks.
-            # They are of the same kind as the norms in the layer, so they count as norms that
-            # multiply by 1 + weight if any norm of the model does.
+            # A multi-token-prediction draft has norms around its layer, which are not among those
+            # of `adds_one_at`. They are of the same kind as the norms in the layer, so they count
+            # as norms that multiply by 1 + weight if any norm of `adds_one_at` does.
             any_norm_adds_one = any(adds_one_at().values())
             may_be_zero = adds_one_at().get(name_in_layer, any_norm_adds_one)
         if largest == 0 and not may_be_zero:

@@ -103,7 +103,7 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass, as the bytes that the device can read in that time.
+        """Estimate the time of a forward pass, in units of the time that reading one byte takes.
 
         A pass takes as long as reading its weights and KV cache, or as its arithmetic if that takes
         longer. The arithmetic of a token is two operations for each parameter.
@@ -156,11 +156,11 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass, as the bytes that the CPU can read in that time.
+        """Estimate the time of a forward pass, in units of the time that reading one byte takes.
 
-        The time relative to a pass over one token was measured, for some numbers of tokens. Between
-        two of these numbers the time is interpolated. Beyond the largest it grows in proportion to
-        the number of tokens.
+        A pass over one token takes as long as its reads. How much longer a pass over more tokens
+        takes was measured for some numbers of tokens. Between two of these numbers the time is
+        interpolated. Beyond the largest it grows in proportion to the number of tokens.
 
         Args:
             read: bytes that the pass reads.

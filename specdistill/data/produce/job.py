@@ -157,8 +157,9 @@ class Job:
         max_length = self.config.max_length
         if not isinstance(settings, Regeneration):
             return RunSize(None)
-        # A row also holds prompts. Those of plain text have `prompt_tokens`. `max(1, …)` avoids a
-        # division by 0 for prompts as long as a row, which `check` refuses.
+        # Not all tokens of a row are generated: subtract the length of a prompt of plain text,
+        # which is `prompt_tokens`. `max(1, …)` avoids a division by 0 for prompts as long as a row,
+        # which `check` refuses.
         tokens_per_row = max(1, max_length - settings.prompt_tokens)
         num_rows = None
         if self.config.packing:

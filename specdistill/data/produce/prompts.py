@@ -303,9 +303,9 @@ def _split_source(
         (prompts of conversations, prompts of texts), each prompt with its place among the prompts
         of all sources.
     """
-    # Estimate how many prompts this source's share of the block needs. Assume short answers, so
-    # that there are enough prompts: SHORT_ANSWER tokens in a conversation, and texts that are all
-    # continued to the shorter of the two lengths of `choose_row_lengths`.
+    # Estimate how many prompts this source's share of the block needs. Assume little text for each
+    # prompt, so that there are enough prompts: an answer in a conversation has SHORT_ANSWER tokens,
+    # and every text is continued to the shorter of the two possible lengths.
     block = plan.block
     config = plan.config
     source = plan.sources[number]
@@ -415,7 +415,7 @@ def build_streams(
     turn: int,
     num_tasks: Counter[str],
 ) -> list[Stream]:
-    """Divide the prompts of a round among up to three streams, each with its share of the tokens.
+    """Divide prompts among up to three streams, each with its share of the tokens to generate.
 
     A stream is a list of tasks (prompts to answer). The streams are: conversations; texts that are
     continued to about half a row; and texts that are continued to a whole row. The shares add up to
@@ -487,7 +487,8 @@ def _build_tasks(
             min(NUM_SORTED_PROMPTS, len(prompts)),
             random.Random(f"{plan.config.seed} {plan.block.number}"),
         )
-    # Number the tasks of each kind through all rounds, so that every name in the block is unique.
+    # Number the tasks of each kind, and go on from the last number: every name in the block must be
+    # unique.
     tasks = []
     for prompt, temperature in pairs:
         name = f"{kind}-{num_tasks[kind]}"

@@ -780,8 +780,9 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         estimate: the relative change and its interval.
 
     Returns:
-        The verdict, the reason, and two numbers for `_estimate_prompts_needed`: the end of the
-        interval that more prompts would have to move, and the value that it would have to reach.
+        The verdict, the reason, and two numbers for `_estimate_prompts_needed`. With more prompts
+        the interval narrows, which decides an inconclusive rule. The numbers are the end of the
+        interval that has to move for this, and the value that this end has to reach.
     """
     # Turn the interval of the change into an interval of the loss, which is positive if the metric
     # became worse: `loss_sign` is the sign of such a change. E.g. if higher is better, a change of
@@ -825,8 +826,9 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         estimate: the value and its interval.
 
     Returns:
-        The verdict, the reason, and two numbers for `_estimate_prompts_needed`: the end of the
-        interval that more prompts would have to move, and the value that it would have to reach.
+        The verdict, the reason, and two numbers for `_estimate_prompts_needed`. With more prompts
+        the interval narrows, which decides an inconclusive rule. The numbers are the end of the
+        interval that has to move for this, and the value that this end has to reach.
     """
     # For `max`, change the sign of all numbers, so that the rule is decided like one with `min`: x
     # is at most 5 if -x is at least -5. A value without an interval counts as an interval of
@@ -843,8 +845,9 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
     elif most < sign * threshold:
         verdict = "failed"
 
-    # If the rule is inconclusive, the value lies on one side of the threshold, and an end of the
-    # interval on the other. More prompts narrow the interval, until this end reaches the threshold.
+    # If the rule is inconclusive, the value lies on one side of the threshold, and one end of the
+    # interval (`open_end`) on the other side. It is the worse end if the value meets the
+    # requirement, and else the better end.
     is_value_allowed = sign * estimate.value >= sign * threshold
     open_end = sign * (least if is_value_allowed else most)
 

@@ -60,7 +60,8 @@ class BlockProposer(FeatureProposer[BlockDraft]):
                 step: the index of the slot.
                 index_B: the tokens drafted in the slot before; None in the first slot.
             """
-            # A chain has one token before the slot, so T = 1 of [B, T, W].
+            # `compute_logits` returns [B, T, W] for T tokens drafted before the slot. In a chain T
+            # is 1.
             token_B1 = None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
             return slots.compute_logits(step, token_B1)[:, 0]
 

@@ -127,7 +127,8 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
             for name, value in export.llama[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
-        # The keys that are left describe the layers, `is_causal` among them.
+        # The other keys at the top level describe the layers. `is_causal` at the top level is one
+        # of them, because `method_keys` does not have it.
         layers = {
             name: value
             for name, value in export.llama.items()

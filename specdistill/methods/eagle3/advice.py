@@ -230,11 +230,12 @@ def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
 
 
 def _find_other_vocabularies(head: Eagle3Draft) -> Iterator[Repair]:
-    """Yield a repair for each other meaning that the map `d2t` of a file may have.
+    """Yield a repair for each mistake that the map `d2t` of a file may contain.
 
     `d2t` should hold, for each draft token, its target id minus its draft id.
     """
-    # A map is possible if its target ids ascend within the vocabulary.
+    # Undo each mistake. The corrected map is possible if its target ids ascend within the
+    # vocabulary.
     draft_ids = torch.arange(len(head.d2t), device=head.d2t.device)
     for cause, d2t in (
         ("d2t is too large by one", head.d2t - 1),

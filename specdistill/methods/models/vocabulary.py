@@ -65,7 +65,7 @@ class SharedVocabulary:
         return {token: [draft_id] for token, draft_id in pairs} | dict(self.read_as)
 
     def encode_for_draft(self, target_ids: Sequence[int]) -> list[int]:
-        """Write target tokens that the draft lacks in the draft's own tokens.
+        """Return the draft's tokens for the text of target tokens that the draft lacks.
 
         Args:
             target_ids: target tokens that follow one another. They are decoded together, because a

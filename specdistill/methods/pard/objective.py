@@ -207,8 +207,9 @@ class ParallelDistillation(Distillation):
             input_ids: [B, T], the tokens of B rows, each of which holds several documents.
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: [R], the loss tokens, as positions in the flattened batch.
-            mask_columns: [B, M], the columns of the tokens that masks follow.
-            mask_numbers: [B, M], the number of each mask after its token (see `draw_masks`).
+            mask_columns: [B, M], the column of the token that each mask follows.
+            mask_numbers: [B, M], the number i of each mask, which stands i positions after its
+                token (see `draw_masks`).
             soft_targets: the target's distributions; None for hard labels in training.
             measure: also compute the metrics that cost time.
             **unread: other columns of the batch, which are not needed.
@@ -251,7 +252,7 @@ class ParallelDistillation(Distillation):
             input_ids: [B, T], the token ids.
             position_ids: [B, T], which start again at 0 with each document.
             columns_BM: [B, M], the column of the token that each mask follows.
-            numbers_BM: [B, M], the number of each mask after its token, from 1 on.
+            numbers_BM: [B, M], the number i of each mask, which stands i positions after its token.
 
         Returns:
             The hidden states [B, N, H] that the LM head reads, those of the tokens first.
@@ -325,7 +326,8 @@ class ParallelDistillation(Distillation):
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
-            mask_numbers: [B, M], the number of each mask after its token, from 1 on.
+            mask_numbers: [B, M], the number i of each mask, which stands i positions after its
+                token.
             **_: other columns of the batch, which are not needed.
 
         Returns:

@@ -274,9 +274,10 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
     Each part of the answer has the numbers of draft tokens and of accepted tokens so far. Usually
     one round ends between two parts, and the growth of both numbers belongs to this round. If the
     number of draft tokens grows by more than K, several rounds have ended. How they share the
-    accepted tokens is unknown, so the last rounds are assumed to have accepted as many as they
-    could: with K = 4, for 8 draft tokens of which 5 were accepted, 4 in the last round and 1 in the
-    round before. Accepted tokens after the end of the completion are not counted.
+    accepted tokens is unknown. They are assigned to the last of these rounds first, up to K for
+    each round: with K = 4, if the numbers grow by 8 draft tokens and 5 accepted ones, the last
+    round gets 4 and the round before gets 1. Accepted tokens after the end of the completion are
+    not counted.
 
     Args:
         response: the answer, a stream of server-sent events.
@@ -310,8 +311,8 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
         if not num_drafted:
             continue
 
-        # This many rounds drafted K tokens each. The last of them accepts as many tokens as it can,
-        # then the one before it, and so on.
+        # Assume the fewest rounds that draft so many tokens. The last of them gets up to K of the
+        # accepted tokens, then the one before it, and so on.
         num_accepted = now.num_accepted_tokens - before.num_accepted_tokens
         num_rounds = math.ceil(num_drafted / max(k, 1))
         for num_later_rounds in reversed(range(num_rounds)):

@@ -145,7 +145,8 @@ def format_snippet(served: Served) -> str:
     Args:
         served: the target, the draft and the settings to serve them with.
     """
-    # If K changes with the load, the code first writes the file with the K of each load.
+    # If K changes with the number of sequences at once, the code first writes the file from which
+    # SGLang reads the K for each number.
     options = ", ".join(f"{name}={value!r}" for name, value in build_sglang_options(served).items())
     slots = format_slots(served)
     setup = (
