@@ -320,7 +320,7 @@ decodes with each and compares with `generate()`. Your checkpoint is tried again
 
 ## {SERVED}: {len(served)}
 
-N-gram and suffix lookup work for all of them. So does a trained smaller model as the draft: `method=draft_model` or `pard` with
+N-gram and suffix lookup work for all of them. A trained smaller model works as their draft, too: `method=draft_model` or `pard` with
 `draft.init=PATH`.
 
 - *Layers*: recurrent ones keep a state that decoding copies.
