@@ -152,7 +152,7 @@ class Line:
         self.family: Family = family_of(Path(name).parent.name)
         self.server = server
 
-    def value(self, key: str) -> Any:
+    def get_value(self, key: str) -> Any:
         """Return the value of a key, or None where the file does not set it."""
         value: Any = self.recipe
         for part in key.split("."):
