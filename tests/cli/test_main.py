@@ -383,7 +383,8 @@ def test_the_quick_demo_measures_the_draft_that_ships(shell: Shell, in_empty_fol
 
 @pytest.mark.long  # decodes eight prompts, with and without the draft
 def test_the_draft_that_ships_is_accepted(in_empty_folder: Path):
-    done = specdistill("demo", "quick=true", "--json")
+    command = [sys.executable, "-m", "specdistill", "demo", "quick=true", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["results"][0]["mean_acceptance_length"] > 1.6
     assert report["lossless"]["unexplained_divergences"] == 0
