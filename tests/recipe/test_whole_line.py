@@ -96,6 +96,8 @@ AT_MOST: dict[str, tuple[float, str]] = {
     "eval.sampling_draws": (40, "time"),
 }
 UNLIMITED = {"train.max_steps", *(key for key in AT_MOST if key.startswith("eval."))}
+# Below 1 these are shares of the run. Two steps have too few for them.
+SHARES = {"train.eval_steps", "train.save_steps"}
 
 # Replacements of what is on the Hub or on somebody's disk. A key that becomes None is not passed.
 REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
@@ -258,7 +260,8 @@ class Line:
         values = {key: replace(self, self.get_value(key)) for key, (replace, _) in REPLACED.items()}
         for key, (limit, _) in AT_MOST.items():
             value = self.get_value(key)
-            value = math.inf if value is None and key in UNLIMITED else value
+            if (value is None and key in UNLIMITED) or (key in SHARES and value < 1):
+                value = math.inf
             values[key] = limit if value is not None and value > limit else None
         return [
             f"recipe={self.name}",
