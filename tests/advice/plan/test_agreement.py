@@ -78,10 +78,15 @@ def test_plan_page_and_training_agree_on_a_class(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.long  # the plan of a model of published size takes seconds
+@pytest.mark.usefixtures("no_shipped_recipe")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_plan_and_training_agree_on_a_published_target(name: str) -> None:
     """The plan reads the config as it was published; training gets a tiny model of the same class
-    and kinds of layers."""
+    and kinds of layers.
+
+    A shipped recipe may start its draft from another model. Then a draft exists for a target that
+    none can be created from, so the plan gets no shipped recipe here.
+    """
     tokenizer = family_of(name).tokenizer()
     config = tiny_published_config(
         read_json(RECIPES / name / "config.json"), tokenizer, num_layers=4

@@ -171,6 +171,8 @@ GPT_OSS_120B = {
 
 
 ON_THE_PAGE = {"Llama-3.1-8B": LLAMA_8B, "Llama-3.3-70B": LLAMA_70B, "gpt-oss-120b": GPT_OSS_120B}
+# The names of the same targets in the page's table of launch configurations.
+SIZES_ON_THE_PAGE = {"Llama-3.1-8B": "8B", "Llama-3.3-70B": "70B", "gpt-oss-120b": "120B mixture"}
 
 
 @pytest.mark.long  # counts the operations of a step one by one
@@ -193,7 +195,15 @@ def test_the_page_on_scale_has_the_numbers_of_the_plan(
         format_short(row.disk_bytes, "B"),
     ]
     line = " | ".join([name, format_short(plan.target["bytes"], "B"), *numbers])
-    assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert f"| {line} |\n" in page
+
+    launch = row.training_launch
+    assert launch is not None
+    (launch_line,) = re.findall(rf"^\| {SIZES_ON_THE_PAGE[name]} \|.*", page, re.MULTILINE)
+    cells = launch_line.strip("| ").split(" | ")
+    assert cells[1] == f"`{launch.configuration}`"
+    assert cells[-1] == format_short(launch.device_bytes, "B")
 
 
 def test_a_computed_step_replaces_the_rough_estimate(
