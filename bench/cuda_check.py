@@ -535,6 +535,8 @@ def run_target_pass(target: FrozenTarget, aux_layers: Sequence[int], batch: Forw
         batch: the packed rows.
     """
     rows = {"position_ids_BT": batch["position_ids"], "documents": build_documents(batch)}
+    # This target is a WeightlessTarget, whose own `features` returns empty tensors without running
+    # the layers. So the method of its base class is called.
     FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
 
 
@@ -547,6 +549,8 @@ def compute_unroll_loss(objective: Objective, target: FrozenTarget, batch: Forwa
 
 def run_draft_model(draft: LlamaForCausalLM, batch: ForwardInputs) -> None:
     """Run the layers of a draft model over packed rows."""
+    # As in training, replace `sdpa`, which needs a mask to keep documents apart, by this project's
+    # attention, which gets the lengths of the documents.
     packed = build_length_inputs(batch["input_ids"], build_documents(batch))
     with enable_autocast(), replace_attention(find_sdpa_configs(draft)):
         draft.model(
@@ -576,9 +580,9 @@ class Decoding:
     def prompt(self) -> None:
         """Read a prompt of PROMPT_LENGTH tokens, in the target and in the head."""
         _, features = self.reader.begin([range(PROMPT_LENGTH)])
-        self.cache = DraftKVCache(
-            1, partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE)
-        )
+        # `rotary` returns cosines and sines in the dtype of its first argument: that of the head.
+        rotary = partial(self.head.rotary, self.head.fc.weight)
+        self.cache = DraftKVCache(1, rotary, torch.device(DEVICE))
         self._step(torch.zeros(1, PROMPT_LENGTH, dtype=torch.long), self.head.fuse(features))
 
     @torch.no_grad()

@@ -120,11 +120,11 @@ def format_caption(report: Report, measured_for: str, settings: str | None = Non
     row = report["results"][0]
     threads = report["hardware"]["cpu_threads"]
     repeats = report["settings"]["repeats"]
-    repetitions = f"{repeats} repetitions" if repeats > 1 else "one repetition"
+    times = f"{repeats} times" if repeats > 1 else "once"
     return (
         f"Measured for {measured_for}: {settings or format_settings(report)},"
-        f" {format_count(threads, 'thread')}; {row['num_prompts']} prompts, one paired run of"
-        f" {repetitions}."
+        f" {format_count(threads, 'thread')}; {row['num_prompts']} prompts, each decoded {times}"
+        " with and without each draft."
     )
 
 

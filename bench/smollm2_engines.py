@@ -397,6 +397,8 @@ def _format_line(row: EngineRow) -> list[str]:
 
     The difference is the acceptance length in the engine relative to the one in our decoder.
     """
+    # The reports of all engines have this key. It is the acceptance length as vLLM defines it, from
+    # a server's counters: 1 + accepted tokens / drafts.
     engine_length = row.get("acceptance_length_vllm")
     own_length = row.get("here")
     difference = "–"

@@ -149,7 +149,8 @@ def measure_step(options: Options) -> Measurement:
         save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder)
 
     trainer_settings = {"num_steps": options.num_steps}
-    return {**trainer_settings, **measure_layouts(options, "", trainer_settings, save)}
+    measured = measure_layouts(options, suffix="", trainer_settings=trainer_settings, save=save)
+    return {**trainer_settings, **measured}
 
 
 def measure_block(options: Options) -> Measurement:
@@ -184,8 +185,8 @@ def measure_layouts(
 
     Args:
         options: the options.
-        suffix: the suffix of these trainers' names in bench/trainers.py: `_block` for block
-            drafters, empty for heads.
+        suffix: what the names of these trainers end with in bench/trainers.py: `_block` for block
+            drafters, nothing for heads.
         trainer_settings: settings that all trainers share.
         save: writes a fresh draft for a target into a folder.
 
@@ -438,12 +439,13 @@ def format_page(results: Mapping[str, Measurement]) -> str:
     if measurement:
         states = f"{measurement['num_steps']} × {measurement['rows']:,}"
         setup = (
-            f"{states} hidden states of {measurement['hidden_size']}, a vocabulary of"
-            f" {measurement['vocab_size']:,}"
+            f"LM head and forward KL for {measurement['num_steps']} draft steps ×"
+            f" {measurement['rows']:,} hidden states of size {measurement['hidden_size']},"
+            f" a vocabulary of {measurement['vocab_size']:,}"
         )
         sections += [
             "### Head and loss alone",
-            f"{setup}, forward KL; the head trains. {describe_machine(measurement)}",
+            f"{setup}; the LM head trains. {describe_machine(measurement)}",
             format_table(("hidden states", *HEAD), list_step_rows(measurement, states)),
         ]
     return "\n\n".join(sections)
@@ -456,10 +458,13 @@ def describe_setup(measurement: Measurement) -> str:
     """
     if "num_anchors" in measurement:
         return (
-            f"{measurement['num_anchors']} blocks of {measurement['block_size']}; the draft has"
-            " five layers and the target's head"
+            f"{measurement['num_anchors']} blocks of {measurement['block_size']} positions; the"
+            " DFlash drafter has five layers and the target's LM head"
         )
-    return f"{measurement['num_steps']} steps of the unroll; the draft's head is frozen"
+    return (
+        f"an EAGLE-3 head trained on {measurement['num_steps']} draft steps in a row, its LM head"
+        " frozen"
+    )
 
 
 def list_step_rows(measurement: Measurement, layout: str) -> Iterator[tuple[str, ...]]:

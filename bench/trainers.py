@@ -330,14 +330,16 @@ def build_own_block_trainer(
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
-    # Replace the optimized attention and loss in the modules by their plain forms: attention in a
-    # single chunk that has all blocks and sees all tokens of the batch, and a loss that computes
-    # all logits at once.
+    # Replace the optimized attention and loss in the modules by their plain forms.
     if plainly:
+        # Attend with one dense mask. `attend_in_chunks` builds a dense mask for each chunk, so let
+        # a single chunk have all blocks and see all tokens of the batch. On a GPU, use it in place
+        # of flex attention (`attend_in_one_call`), too.
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
         ]
         objective.BlockKVCache.attend_in_one_call = objective.BlockKVCache.attend_in_chunks
+        # Compute all logits at once.
         objective.compute_head_loss = lambda *rows_and_targets, group_size, **options: (
             compute_head_loss_at_once(*rows_and_targets, **options)
         )

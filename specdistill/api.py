@@ -120,7 +120,7 @@ def load_target(model: str | os.PathLike[str], **keys: object) -> FrozenTarget:
     """Load a target, the causal language model that verifies the tokens of a draft.
 
     Args:
-        model: `pico`, a folder, a GGUF file or a Hub id.
+        model: `pico` (a tiny built-in model), a folder, a GGUF file or a Hub id.
         keys: further keys of a recipe's section `target:`, e.g. dtype="bfloat16".
     """
     values = {"model": os.fspath(model), **keys}
@@ -160,7 +160,7 @@ def load_draft(
             raise UserError(
                 name,
                 got="an unknown key",
-                expected=f"a key that drafts of method {method} read: {', '.join(draft_keys)}",
+                expected=f"one of the keys for a draft of method {method}: {', '.join(draft_keys)}",
                 nearest=find_nearest(name, draft_keys),
             )
     section = validate_recipe(select_eval_schema(recipe), keys)
@@ -415,8 +415,9 @@ def judge(
     Args:
         report: a report, or the path of one: its folder or its report.json.
         gate: the name of a gate, or a YAML file.
-        baseline: an earlier report that the draft is compared with, or `none` for a first release;
-            None for no comparison.
+        baseline: an earlier report that the draft is compared with. The text `none` says that this
+            is a first release, so the gate's rules about regressions are left out. Without a
+            baseline (None), these rules fail.
 
     Returns:
         The report with the verdict of the gate.

@@ -57,9 +57,9 @@ def run(
             or None for success. `--help` prints the docstring of the module that defines it.
         schema: the class of the recipe.
         arguments: the arguments of the command; None for those of the command line.
-        shorthands: short key -> recipe key. For example, {"target": "target.model"} lets
-            `target=pico` stand for `target.model=pico`, and {"eval.*": "*"} lets `eval.suite=pico`
-            stand for `suite=pico`.
+        shorthands: key that the user may type -> recipe key. {"target": "target.model"} lets
+            `target=pico` stand for `target.model=pico`. {"eval.*": "*"} lets `eval.suite=pico`
+            stand for `suite=pico`, for a schema that has the keys of `eval` without this prefix.
         without_recipe: `key=value` arguments for a command without `recipe=`. They set required
             keys, so that the user need not type them. The user's arguments come after them and
             override them.
@@ -95,7 +95,7 @@ def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]
 
     Args:
         arguments: the arguments of the command.
-        shorthands: short key -> recipe key.
+        shorthands: key that the user may type -> recipe key.
 
     Raises:
         ResourceError: if the memory of the accelerator is full.
@@ -127,7 +127,7 @@ def print_help(
         arguments: the arguments of the command. With `all`, all keys are printed. With
             `method=NAME`, or with a recipe that sets the method, the keys of all other methods are
             left out.
-        shorthands: short key -> recipe key.
+        shorthands: key that the user may type -> recipe key.
         common: the most used keys. Without `all`, only these are printed. If `common` is empty, all
             keys are printed.
     """

@@ -111,6 +111,8 @@ def show(arguments: list[str]) -> int:
     document_lengths = measure_lengths(rows)
     documents = decode_documents(rows, document_lengths, options.documents, job.target.tokenizer)
     print_data(manifest, document_lengths, documents)
+
+    # Print how many optimizer steps a training on these rows takes.
     print_length(recipe.train, recipe.data.max_length, job.run_size(), num_processes=1)
     print_result({"folder": job.folder, **manifest.model_dump(mode="json"), "documents": documents})
     return ExitCode.DONE

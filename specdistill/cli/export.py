@@ -25,7 +25,9 @@ class ExportOptions(Section):
         str, allow_names(lambda: [*list_engines_with("serve_command"), "llama.cpp"])
     ] = option(..., "inference engine to export for; llama.cpp is the same as gguf")
     method: Annotated[str, allow_names(lambda: LOOKUPS)] | None = option(
-        None, "lookup to serve, which has no draft; null: a draft of any method"
+        None,
+        f"lookup to serve, which needs no trained draft: {' or '.join(LOOKUPS)}; null: export a"
+        " trained draft (draft=PATH)",
     )
     draft: str | None = option(None, "trained draft: a folder or Hub id, in any supported layout")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")
@@ -64,9 +66,10 @@ def export(arguments: list[str]) -> int:
     from specdistill.targets.files import TargetFiles
 
     # Collect what every kind of export needs. With an untrained draft, the recipe names the target.
-    # The layout for llama.cpp goes by the name `gguf`.
+    # The layout of the exported files has the name of the engine, except that llama.cpp reads the
+    # layout `gguf`.
     target = recipe.target if recipe else options.target
-    engine = ENGINES[options.engine].layouts or options.engine
+    layout_name = ENGINES[options.engine].layouts or options.engine
     output_dir = Path(options.output_dir)
     trained_draft = locate(options.draft, key="draft") if options.draft else None
     target_files = (
@@ -81,7 +84,7 @@ def export(arguments: list[str]) -> int:
         kind = "the lookup"
         exported = export_lookup(
             options.method,
-            engine,
+            layout_name,
             output_dir,
             target_files,
             report=report,
@@ -94,7 +97,12 @@ def export(arguments: list[str]) -> int:
             if recipe:
                 write_untrained(recipe, draft)
             exported = export_draft(
-                draft, engine, output_dir, target_files, report=report, num_speculative_tokens=k
+                draft,
+                layout_name,
+                output_dir,
+                target_files,
+                report=report,
+                num_speculative_tokens=k,
             )
 
     # Print where the export is, and which file says how to serve it.

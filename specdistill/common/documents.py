@@ -271,12 +271,12 @@ def check_yaml(text: str) -> None:
         raise ValueError(f"{len(text):,} characters, more than {MAX_YAML_BYTES:,}")
 
     # Add up in `total` the characters that the document would have if each alias (`*name`) were
-    # replaced by the node that it names (`&name`). `sizes` has the size of each named node. Its key
-    # None, for nodes without a name, is never read. `opened` holds the lists and mappings around
-    # the current event, from the outside in; the first item stands for the document itself.
+    # replaced by the node that it names (`&name`). `size_by_name` has the size of each named node.
+    # `opened` holds the lists and mappings around the current event, from the outside in; the first
+    # item stands for the document itself.
     total = 0
-    sizes = {}
-    opened = [_Collection(None, 0, [])]
+    size_by_name: dict[str, int] = {}
+    opened = [_Collection(anchor=None, before=0, scalars=[])]
     try:
         for event in yaml.parse(text, YamlLoader):
             # A tag, such as `!!python/object`, asks for a type that JSON does not have.
@@ -288,7 +288,8 @@ def check_yaml(text: str) -> None:
             # with None for a key that is no scalar.
             if isinstance(event, yaml.CollectionEndEvent):
                 collection = opened.pop()
-                sizes[collection.anchor] = total - collection.before
+                if collection.anchor is not None:
+                    size_by_name[collection.anchor] = total - collection.before
                 if isinstance(event, yaml.MappingEndEvent):
                     keys = [key for key in collection.scalars[::2] if key is not None]
                     _check_unique_keys([(key, None) for key in keys])
@@ -299,15 +300,16 @@ def check_yaml(text: str) -> None:
                 scalar = event.value if isinstance(event, yaml.ScalarEvent) else None
                 opened[-1].scalars.append(scalar)
                 if isinstance(event, yaml.CollectionStartEvent):
-                    opened.append(_Collection(event.anchor, total, []))
-                elif scalar is None and event.anchor not in sizes:
+                    opened.append(_Collection(event.anchor, before=total, scalars=[]))
+                elif scalar is None and event.anchor not in size_by_name:
                     raise ValueError(f"*{event.anchor} before the end of &{event.anchor}")
                 else:
                     # An alias is as large as the node that it names. In the total each node counts
                     # one character more, for what separates it from the next node.
-                    size = sizes[event.anchor] if scalar is None else len(scalar)
+                    size = size_by_name[event.anchor] if scalar is None else len(scalar)
                     total = total + 1 + size
-                    sizes[event.anchor] = size
+                    if event.anchor is not None:
+                        size_by_name[event.anchor] = size
 
             # Stop as soon as the document exceeds a limit.
             if len(opened) > MAX_DEPTH + 1 or total > MAX_EXPANDED_CHARACTERS:
@@ -334,7 +336,7 @@ def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         expected: a description of the files that are allowed, for the error.
 
     Raises:

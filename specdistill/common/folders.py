@@ -102,7 +102,7 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
         output: the folder.
         replaces: whether `output` may exist already. If it does, its old content is removed,
             whoever wrote it.
-        key: the key that errors of writing name.
+        key: the key that is named in errors of writing.
 
     Yields:
         The folder to write to, which is renamed to `output` at the end.

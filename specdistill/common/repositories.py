@@ -87,7 +87,7 @@ def convert_hub_errors(
     """Turn errors of the Hub or of its cache in a `with` block into errors that say what to do.
 
     Args:
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: the Hub id that is fetched, with `@revision` if it has one, or a folder.
         expected: the names that are allowed, for the error.
         patterns: glob patterns of the files that are fetched. With them an error can name the files
@@ -303,7 +303,7 @@ def fetch(
 
     Args:
         name: a folder or a Hub id.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         expected: the names that are allowed, for the error.
         revision: the revision of a Hub id; None for the default branch.
         patterns: glob patterns of the files that are fetched; None for all files.
@@ -326,6 +326,11 @@ def fetch(
 
 def read_large_file_hashes(repository: str, revision: str, *, key: str) -> dict[str, str]:
     """Ask the Hub for the sha256 of a repository's large files, without fetching these files.
+
+    Args:
+        repository: the Hub id of the repository.
+        revision: a branch, a tag or a commit.
+        key: the recipe key to name in errors.
 
     Returns:
         The name of each file -> its sha256. Small files, which the Hub stores in git, are left out.

@@ -114,8 +114,8 @@ def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
     Args:
         arguments: the arguments of the command.
     """
-    # If a handler exists, a command has called a script in the same process, and has set up the
-    # output already.
+    # If a handler exists, an outer command has set up the output, and now runs this command inside
+    # its own process. The output then stays as the outer command needs it.
     logger = logging.getLogger("specdistill")
     if logger.handlers:
         yield

@@ -429,7 +429,9 @@ extract_arguments = GenerationMixin._extract_generation_mode_kwargs
 def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> dict[str, Any]:
     """Return the arguments that `generate()` passes to its decoding loop, or to a callable.
 
-    Replaces a method of transformers that leaves `tokenizer` and `streamer` out for a callable.
+    This function replaces `GenerationMixin._extract_generation_mode_kwargs`, which leaves
+    `tokenizer` and `streamer` out for a callable. A `Draft` gets the arguments of a callable
+    together with those of a decoding loop.
 
     Args:
         model: the model whose `generate()` was called.
@@ -438,8 +440,8 @@ def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> 
     """
     usual_arguments = {}
     if isinstance(custom_generate, Draft):
-        # A draft also gets the arguments of a built-in loop (custom_generate=None).
-        # `extract_arguments` is the replaced method.
+        # `extract_arguments` is the replaced method. With None for the callable, it returns the
+        # arguments of a decoding loop.
         usual_arguments = extract_arguments(model, None, *arguments)
     return usual_arguments | extract_arguments(model, custom_generate, *arguments)
 

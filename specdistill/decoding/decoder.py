@@ -50,8 +50,9 @@ def verify_sampled(proposal: Proposal, probs_NV: Tensor, generator: Random) -> V
     """Decide at random which draft tokens of a chain or a tree are accepted, above temperature 0.
 
     Args:
-        proposal: the draft tokens, N - 1 of them, and how they were drawn.
-        probs_NV: the target's distributions [N, V] after the sequence and after each draft token.
+        proposal: N draft tokens, and the distributions [N, V] that they were drawn from.
+        probs_NV: the target's distributions [N + 1, V] after the sequence and after each draft
+            token.
         generator: draws the random numbers.
 
     Returns:
@@ -245,8 +246,9 @@ class Decoder:
         verified_paths = self.verify(rows, proposals, logits_BTV, sampling)
         paths = [path for path, _ in verified_paths]
 
-        # Forget the rejected tokens, and give the features of the accepted ones to the draft. In a
-        # chain the accepted tokens come first, so `num_fresh` selects them. In a tree the features
+        # Forget the rejected tokens. `state.fresh` gets the features that the proposer has not read
+        # yet: those of the last token and of the accepted draft tokens, `num_fresh` in each row. In
+        # a chain these tokens come first, so that `num_fresh` selects them. In a tree the features
         # of the accepted path are gathered.
         reader.keep(paths)
         if any(trees):
@@ -413,7 +415,8 @@ def verify_chains(
 
     Args:
         proposals: the chain of each row. Either all chains were drawn from the draft's
-            distributions, or all their tokens are certain.
+            distributions, or all have none (`probabilities` is None): their tokens are certain, as
+            if drawn with probability 1.
         logits_RTV: the target's logits [R, T, V], after the sequence and after each draft token.
         generators: the random generator of each row.
         sampling: temperature, top-p and top-k.

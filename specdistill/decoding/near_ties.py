@@ -80,11 +80,11 @@ def compute_logits_in_float64(
         except RuntimeError as error:
             raise UserError(
                 "target.dtype",
-                got=(
-                    f"float32 for {target.name}, whose model class cannot run in float64, which"
-                    " near-ties need"
+                got=f"float32 for {target.name}, whose model class cannot run in float64",
+                expected=(
+                    "bfloat16 or float16: a float32 target runs again in float64 where its two best"
+                    " tokens are nearly equal, and a 16-bit target does not"
                 ),
-                expected="bfloat16 or float16",
             ) from error
         finally:
             torch.set_default_dtype(default_dtype)

@@ -283,9 +283,10 @@ class CompiledTarget:
         """
         target = self.target
 
-        # Read a proposal, keep only its root, and read another token after the root, which is the
-        # first of NEXT_TOKENS. In plain decoding a pass has a single token, so the proposal is the
-        # root alone. On CUDA this is repeated, so that the compared pass replays the recorded
+        # Read PROMPT. Then read REJECTED_TOKENS (a root and a draft token), and keep only the root.
+        # NEXT_TOKENS begins with the same root: read the token that follows it there. In plain
+        # decoding a pass has a single token (`num_tokens` is 1), so the root is read without the
+        # draft token. On CUDA all this is repeated, so that the compared pass replays the recorded
         # graph.
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):

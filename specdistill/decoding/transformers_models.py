@@ -368,18 +368,22 @@ def _reads_rows_apart(model: Any) -> bool:
     False, too, if the model class raises an error.
     """
     with suppress(*CLASS_ERRORS):
+        # Read the beginnings of two sequences. The second row is padded. In the first row, token 0
+        # is no padding, but stands for a rejected draft token. The cache then drops both.
         layers = TransformersLayers(model)
         layers.begin(2)
         layers(pad_rows([[1, 2, 0], [2]], model.device), [3, 1])
-        layers.truncate([2, 1])  # drop the third token of the first row, and the padding
-        batch_BTH = layers(pad_rows([[3, 1], [3]], model.device), [2, 1])
-        for row_TH, token_ids in zip(batch_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
+        layers.truncate([2, 1])
+
+        # Read the rest of both sequences: two tokens in the first row, one in the second.
+        counts = [2, 1]
+        batch_BTH = layers(pad_rows([[3, 1], [3]], model.device), counts)
+
+        # Compare these last tokens with a pass over each whole sequence alone.
+        for row_TH, token_ids, count in zip(batch_BTH, ([1, 2, 3, 1], [2, 3]), counts, strict=True):
             input_ids = torch.tensor([token_ids], device=model.device)
             hidden_TH = layers.backbone(input_ids=input_ids).last_hidden_state[0]
-            # The second pass read the last two tokens of [1, 2, 3, 1], and the last one of [2, 3]:
-            # half of each sequence.
-            last_TH = hidden_TH[len(token_ids) // 2 :]
-            if not reads_alike(row_TH[: len(last_TH)], last_TH):
+            if not reads_alike(row_TH[:count], hidden_TH[-count:]):
                 return False
         return True
     return False

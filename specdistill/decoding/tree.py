@@ -108,11 +108,12 @@ class TreePass:
         It holds the sequences without any node. Each ends at its root.
 
         Args:
-            num_text: the number of tokens in the KV cache of each sequence.
+            num_text: the number of tokens in the KV cache of each sequence. The root is the last.
             device: the model's device.
         """
-        # The root is the only node of the level before the first one (T = 1), so it has index 0
-        # there. It has no nodes as ancestors (F = 0).
+        # `ancestors_BTF` is [rows, nodes of the last level, tree nodes in the KV cache]. The first
+        # level will extend the root. So the root stands for the last level here, as its only node,
+        # with index 0 (T = 1). No tree nodes are in the cache yet (F = 0).
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -151,7 +152,9 @@ class TreePass:
                 among the nodes of the level before.
         """
         num_rows, num_nodes = parents_BT.shape
-        # A new node's ancestors are its parent's ancestors, the parent included, and itself.
+        # `ancestors_BTF` has a row for each new node and a column for each of the F nodes of all
+        # levels. The ancestors of a new node are itself and the ancestors of its parent, the
+        # parent included.
         themselves_TT = torch.eye(num_nodes, dtype=torch.bool, device=parents_BT.device)
         ancestors_BTF = torch.cat(
             (
@@ -160,8 +163,8 @@ class TreePass:
             ),
             2,
         )
-        # All nodes of a level have one position: the one after that of the level before, or after
-        # the text.
+        # `positions` lists the nodes of all levels. The new ones share one position: the one after
+        # that of the level before, or after the text.
         positions = []
         for row_positions, start in zip(self.positions, self.num_text, strict=True):
             position = row_positions[-1] + 1 if row_positions else start
@@ -183,17 +186,21 @@ class TreePass:
         Returns:
             Bool [B, T, S]: rows, nodes of this pass, slots of the KV cache.
         """
+        # In the KV cache, the slots of a row's text come first. After them come the slots of its F
+        # tree nodes: those of earlier passes, and the T nodes of this pass.
         device = self.ancestors_BTF.device
-        num_rows, num_nodes, num_cached = self.ancestors_BTF.shape
+        num_rows, num_nodes, num_tree_slots = self.ancestors_BTF.shape
+
         # For one row without a window, put the text in front, which all nodes see. This takes a
         # seventh of the time of the general case.
         if num_rows == 1 and window is None:
             return torch.nn.functional.pad(self.ancestors_BTF, (self.num_text[0], 0), value=True)
 
-        # All nodes see the sequence, and their ancestors in the slots after it.
+        # All nodes see the whole text, and among the tree nodes their ancestors. `slot_BF` has the
+        # slot of each tree node.
         start_B1 = torch.tensor(self.num_text, device=device).unsqueeze(1)
-        slot_BF = start_B1 + torch.arange(num_cached, device=device)
-        slot_S = torch.arange(max(self.num_text) + num_cached, device=device)
+        slot_BF = start_B1 + torch.arange(num_tree_slots, device=device)
+        slot_S = torch.arange(max(self.num_text) + num_tree_slots, device=device)
         mask_BTS = (slot_S < start_B1).unsqueeze(1).repeat(1, num_nodes, 1)
         mask_BTS.scatter_(2, slot_BF.unsqueeze(1).expand(-1, num_nodes, -1), self.ancestors_BTF)
         if window is None:

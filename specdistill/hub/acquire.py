@@ -86,7 +86,7 @@ class ModelFiles:
     folder.
 
     Attributes:
-        key: the key that errors name.
+        key: the key to name in errors.
         name: the model, as the user gave it.
         folder: the folder that the files are in, or will be in once they are fetched.
         sizes: file name -> size in bytes, of the files next to config.json that a model may need,
@@ -107,7 +107,7 @@ class ModelFiles:
         Args:
             name: the folder or the Hub id.
             revision: a branch, tag or commit; None for the default.
-            key: the key that errors name.
+            key: the key to name in errors.
             expected: the text in errors that says what was expected.
 
         Raises:
@@ -275,7 +275,8 @@ class ModelFiles:
         if not self.list_missing(self.weights()):
             return read_outline(self.folder, self.key)
 
-        # The Hub's client reads the headers with range requests. The folder's name is the commit.
+        # The Hub's client reads the headers with range requests. For a header that is not one of
+        # safetensors, it raises one of the errors OTHER_HEADERS. The folder's name is the commit.
         assert self.repository is not None
         with convert_errors(
             OTHER_HEADERS,

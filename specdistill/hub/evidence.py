@@ -181,26 +181,28 @@ def _judge_again(
     """
     rules = load_gate(recipe.gate)
     try:
-        judged = judge(rules, measured, last, first_release=last is None)
-        decided = judged
+        published_report = judge(rules, measured, last, first_release=last is None)
+        report_for_refusals = published_report
         refusals = []
     except UserError as error:
         # The two reports measured different things, so rules about regressions cannot be decided.
-        # `judged` is published: it has all rules, those about regressions without a value, and its
-        # section `baseline` says why there are no changes. The refusals come from `decided`, which
-        # leaves these rules out, because one refusal for all of them is enough.
+        # The published report has these rules without a value, and its section `baseline` says why
+        # there are no changes. The refusals come from a report without these rules, because one
+        # refusal for all of them is enough.
         assert last is not None
-        judged = {**judge(rules, measured), "baseline": build_changes(measured, last)}
-        decided = judge([rule for rule in rules if rule.requirement != "max_regression"], measured)
+        changes = build_changes(measured, last)
+        published_report = {**judge(rules, measured), "baseline": changes}
+        other_rules = [rule for rule in rules if rule.requirement != "max_regression"]
+        report_for_refusals = judge(other_rules, measured)
         refusals = [f"not compared: {error}"]
 
     # Each rule that did not pass is a refusal, unless it only warns.
-    for rule in decided["gate"]["rules"]:
+    for rule in report_for_refusals["gate"]["rules"]:
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
+            # A rule about regressions is here only if `judge` raised no error above. It may have no
+            # value nevertheless: for example, times of different machines are not compared.
             is_regression = last is not None and "max_regression" in rule["requirement"]
             is_not_compared = is_regression and rule["value"] is None
-            # A rule about regressions has no value if the two reports could not be compared: for
-            # example, because the last release was measured on another machine.
             reason = "not compared" if is_not_compared else f"gate {rule['verdict']}"
             refusals.append(f"{reason}: {name_rule(rule)}: {format_evidence(rule)}")
-    return judged, refusals
+    return published_report, refusals

@@ -12,8 +12,8 @@ class ExportedTarget(Section):
 
     model: str | None = option(
         None,
-        "the draft's target: pico, a folder or a Hub id; needed for method mtp, and for heads whose"
-        " files do not describe their target",
+        "the draft's target: pico (a tiny built-in model), a folder or a Hub id; needed for method"
+        " mtp, and for heads whose files do not describe their target",
     )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter")
@@ -22,7 +22,9 @@ class ExportedTarget(Section):
 class AcquiredTarget(ExportedTarget):
     """The target of a draft that is fetched."""
 
-    model: str = option(..., "the draft's target: pico, a folder, a GGUF file or a Hub id")
+    model: str = option(
+        ..., "the draft's target: pico (a tiny built-in model), a folder, a GGUF file or a Hub id"
+    )
 
 
 class AcquireOptions(Section):

@@ -226,7 +226,8 @@ def _check_release(
 
     Returns:
         The contents of the card, without the history and the changes; and the files of the target.
-        The reasons against the release are in `overridden` of the contents.
+        The contents' field `overridden` has the reasons against the release. If there are any, the
+        release is published only if the option `force` overrides them.
     """
     # Judge the measurement, and find the target.
     last_tag, last = find_last_release(repository, options.baseline)
@@ -273,7 +274,8 @@ def _choose_folder(options: PublishOptions) -> Path:
     if options.output_dir is None and folder.exists() and not is_earlier_release:
         raise UserError(
             "output_dir",
-            got=f"null, but the default folder {folder} holds other files than an earlier release",
+            got=f"null, and the default folder {folder} is not an earlier release, which would be"
+            " replaced",
             expected="a new folder",
         )
     return folder
@@ -523,7 +525,8 @@ def stage(
         ResourceError: when the disk fails.
     """
     # Check the files before anything is written: that the weights are complete, and that no file is
-    # a link to a file outside of the run, which would be published.
+    # a link to a file outside of the run, which would be published. In the folder of a run, the
+    # recipe and the training record are in a folder that is also named `run`.
     release = contents.release
     draft = contents.release.run / DRAFT
     Shards.open(draft, "run").check()
@@ -585,13 +588,14 @@ def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) ->
     if terms:
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
 
-    # Link the licence files of the target. In the Hub's cache these files are links, which may lead
-    # out of the folder of the commit (in `snapshots`), but not out of the repository's folder.
-    texts = target.fetch(*TEXTS)
-    paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
+    # Link the licence files of the target. In the Hub's cache, the folder of a commit is
+    # REPOSITORY/snapshots/COMMIT. Its files are links, which may lead out of the folder of the
+    # commit, but not out of the folder of the repository.
+    target_folder = target.fetch(*TEXTS)
+    paths = chain.from_iterable(target_folder.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
-    is_in_cache = texts.parent.name == "snapshots"
-    home = texts.parents[1] if is_in_cache else texts
+    is_in_cache = target_folder.parent.name == "snapshots"
+    home = target_folder.parents[1] if is_in_cache else target_folder
     refuse_links(term_files, home, key="target")
     for path in term_files:
         (folder / LICENSES).mkdir(exist_ok=True)
@@ -604,7 +608,7 @@ def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
     Args:
         paths: the files that would be published.
         home: the folder that they must lie in.
-        key: the key that errors name.
+        key: the key to name in errors.
     """
     for path in paths:
         if not path.resolve().is_relative_to(home.resolve()):

@@ -190,7 +190,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         Args:
             folder: the folder of the draft; None for a method that is not trained.
             target: the target that verifies.
-            key: the recipe key that errors name.
+            key: the recipe key to name in errors.
             **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Raises:
@@ -209,7 +209,9 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         raise self._make_unsupported_error("drafting in front of another draft")
 
     def read_head_shape(self, config: RawConfig, num_layers: int | None) -> HeadShape | None:
-        """Read the shape that a head was trained with. By default drafts are not heads.
+        """Read from config.json the shape that a head was trained with; by default, return None.
+
+        Here a head is a draft that reads hidden states of the target, such as EAGLE-3 or DFlash.
 
         Args:
             config: the content of the head's config.json.
@@ -217,7 +219,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
                 unknown.
 
         Returns:
-            The shape; None for drafts that are not heads.
+            The shape; None for other drafts.
         """
         return None
 
@@ -240,7 +242,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             folder: the folder, with config.json and, for whole models, the tokenizer.
             tensors: the draft's tensors by name; they may be on the meta device.
             target: the target's files. None: only compare the draft's files with each other.
-            key: the recipe key that errors name.
+            key: the recipe key to name in errors.
             name: what errors call the draft.
             **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 

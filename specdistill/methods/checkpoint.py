@@ -106,9 +106,12 @@ def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str
     Raises:
         UserError: if the layout needs the target and it is not given (see `require_target`).
     """
-    # `**tensors` comes last, so an embedding of the head itself replaces the target's.
-    if layout.needs_target:
-        embedding = require_target(head.target, layout.needs_target).tensor(EMBEDDING)
+    # `needs_target` is the reason why the layout repeats the target's embedding, for the error if
+    # there is no target. It is empty for other layouts.
+    reason = layout.needs_target
+    if reason:
+        # `**tensors` comes last, so an embedding of the head itself replaces the target's.
+        embedding = require_target(head.target, reason).tensor(EMBEDDING)
         tensors = {EMBEDDING: embedding.to(choose_stored_dtype(tensors.values())), **tensors}
     write_draft(output, layout.config(head), tensors)
 
@@ -120,7 +123,7 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
 
     Args:
         folder: the folder of the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The tensors by name.
@@ -153,7 +156,7 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
 
     Args:
         folder: the folder of the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The tensors by name. Empty if the folder has only pickles in several files.
@@ -181,7 +184,7 @@ def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) ->
     Args:
         tensors: the weights by name.
         folder: what the error calls the draft.
-        key: the recipe key that the error names.
+        key: the recipe key to name in errors.
     """
     # Least and greatest number of a tensor are finite only if all its numbers are.
     for name, tensor in tensors.items():
@@ -207,7 +210,7 @@ def load_pickle(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
 
     Args:
         path: the file.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         device: where to load the tensors; on `meta` they have no content.
 
     Raises:
@@ -248,7 +251,7 @@ def check_tensors(
         expected: tensors by name, of which only shape and dtype are read.
         tensors: the draft's tensors by name.
         folder: what errors call the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         what: the kind of draft, for errors.
         optional: names of tensors that may be missing.
 
@@ -375,7 +378,7 @@ def check_fit(
             without `target_`: `num_target_layers` is compared with its `num_layers`.
         target: the target.
         folder: what errors call the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
     """
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))
@@ -448,7 +451,7 @@ def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | 
     Args:
         raw: the content of config.json.
         kind: the `speculators_model_type` that is expected.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The section `transformer_layer_config`; None for a folder that is not speculators'.
@@ -477,7 +480,7 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
 
     Args:
         raw: the content of config.json.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         what: the kind of draft, for errors.
 
     Raises:
@@ -535,7 +538,7 @@ def _read_rope(raw: RawConfig, key: str, *, what: str) -> tuple[dict[str, Any], 
 
     Args:
         raw: the content of config.json.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         what: the kind of draft, for errors.
 
     Returns:
@@ -564,7 +567,7 @@ def read_sizes(raw: RawConfig, names: Iterable[str], key: str, *, what: str) -> 
     Args:
         raw: the content of config.json.
         names: keys of config.json.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         what: the kind of draft, for errors.
 
     Raises:
@@ -597,7 +600,7 @@ def check_settings(raw: RawConfig, fixed: Mapping[str, object], key: str, *, wha
     Args:
         raw: the content of config.json, or a part of it.
         fixed: the settings by name, with the values that they must have.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         what: the kind of draft, for errors.
     """
     for name, value in fixed.items():

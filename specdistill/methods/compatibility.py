@@ -75,7 +75,7 @@ def check_draft(
         method: the name of the draft's method.
         folder: the folder of the draft.
         target: the target's files. None: only compare the draft's files with each other.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what messages call the draft; None: its folder.
         tensors: the draft's tensors by name; they may be on the meta device. None: read the outline
             of the folder's weights.
@@ -240,9 +240,10 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     # the same between two tokens with consecutive target ids.
     if shape.prunes_vocabulary and num_tokens > 1 and bool((d2t.diff() > 0).all()):
         yield warning(
-            f"d2t grows with every token, so no two of the {num_tokens} draft tokens have"
-            " consecutive ids in the target's vocabulary",
-            "store target id - draft id in d2t; it seems to hold the target ids themselves",
+            "d2t seems to hold target ids, and not target id - draft id: it grows with each of the"
+            f" {num_tokens} draft tokens, as ids do",
+            "store target id - draft id in d2t, unless no two draft tokens have consecutive target"
+            " ids",
         )
     if t2d is None or t2d.is_meta:
         return

@@ -84,7 +84,7 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
     Args:
         shape: the shape of the draft.
         num_steps: the length of the chain.
-        key: the recipe key that the error names.
+        key: the recipe key to name in errors.
     """
     if shape.sliding_window is not None and num_steps > shape.sliding_window:
         raise UserError(
@@ -343,7 +343,7 @@ ModuleT = TypeVar("ModuleT", bound=DraftModule)  # a draft that reads features
 
 
 class FeatureDraft(DraftModule):
-    """A draft of a `FeatureShape`.
+    """A draft that reads several layers of the target: an EAGLE-3 head or a block drafter.
 
     Attributes:
         embed_tokens: the embedding table.
@@ -354,7 +354,7 @@ class FeatureDraft(DraftModule):
     d2t: Tensor
 
     def create_output_modules(self, config: FeatureShape) -> None:
-        """Create the modules that all such drafts have apart from layers and input projection.
+        """Create the modules that EAGLE-3 heads and block drafters have besides layers and `fc`.
 
         These are the final norm, the LM head, the rotary embedding and `d2t`, the map from draft
         ids to target ids.

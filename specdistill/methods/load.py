@@ -175,7 +175,7 @@ def locate_trained(method: str, draft: Path | str | None, *, key: str) -> Path |
     Args:
         method: the name of the method.
         draft: a folder or Hub id.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The folder, which for a Hub id is in the local cache; None for a method without weights.
@@ -218,7 +218,7 @@ def locate(
 
     Args:
         draft: a folder or Hub id. `org/name@revision` is a branch, tag or commit.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         expected: what the error says was expected.
         names: words that are also valid values of the key; the error suggests the nearest.
         patterns: name patterns of the files to download.
@@ -299,7 +299,7 @@ def find_method(folder: Path, *, key: str = "eval.draft") -> str:
 
     Args:
         folder: the folder.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for a folder without a draft of a known method. The error says what was found.
@@ -316,7 +316,7 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
         config: the content of config.json.
         names: the names of the tensors.
         name: what errors call the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: if no method recognizes them. The error says what was found.

@@ -131,17 +131,17 @@ def resolve_mask(
     # free.
     if not counts or not counts[mask]:
         return mask
-    reason = (
-        f"which occurs {counts[mask]:,} times in the training data"
+    occurrence = (
+        f"occurs {counts[mask]:,} times in the training data"
         f" ({counts[mask] / sum(counts):.2%} of the tokens)"
     )
     special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     if not counts[free_token] and mask in special_ids:
-        raise make_error(got=f"{name}, {reason}")
+        raise make_error(got=f"{name}, which {occurrence}")
     if is_first():
         logger.warning(
-            f"{key}: {name}, {reason}. The draft cannot tell these tokens from tokens that it has"
-            f" to fill in. The most suitable token, {KEY}={free_token}, occurs"
+            f"{key}: {name} {occurrence}. There the draft cannot tell it from a mask, a token that"
+            f" it has to fill in. {KEY}={free_token} sets the most suitable token, which occurs"
             f" {counts[free_token]:,} times."
         )
     return mask

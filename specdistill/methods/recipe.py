@@ -91,7 +91,7 @@ class Recipe(Section):
     eval: EvalConfig = section(EvalConfig)
     gate: str = option(
         "default",
-        "rules of the gate: a name or a YAML file",
+        "rules a report must meet: a name or a YAML file",
     )
     publish: PublishConfig = section(PublishConfig)
 

@@ -206,7 +206,7 @@ class ModelConfigInfo:
 
     Attributes:
         name: what messages call it.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         hub_id: its id on the Hub; None if it came from a folder.
         revision: its revision on the Hub.
         raw: the content of config.json.
@@ -246,9 +246,10 @@ class ModelConfigInfo:
 
     @property
     def calls_itself(self) -> str:
-        """The architectures and the model type in config.json as one text, in lower case.
+        """The names that config.json gives to its model, as one text in lower case.
 
-        Methods search this text for their name, to recognize their drafts.
+        These are the architectures and the model type. Methods search the text for their own name,
+        to recognize their drafts.
         """
         return " ".join(
             [*(self.raw.get("architectures") or []), str(self.raw.get("model_type"))]
@@ -263,22 +264,22 @@ class ModelConfigInfo:
         # A model with code of its own says itself which class it is.
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
-        # The config fits if it names no class, or the class of a causal language model, or if it
-        # has a `text_config`: a model for text and images contains a causal language model,
-        # whatever the whole model is called.
+        # An encoder-decoder is none. A model that reads images has one inside.
+        if self.config.is_encoder_decoder:
+            return False
+        if reads_images(self.config):
+            return True
+
+        # Any other config must be in transformers' list of causal language models, and config.json
+        # must name no class, or one of theirs. With a `text_config` it may name any class: that of
+        # a whole model, of which the language model is a part.
         class_names = set(self.raw.get("architectures") or [])
         has_fitting_class = (
             not class_names
             or "text_config" in self.raw
             or bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
         )
-
-        # Models that read images have a language model inside. Others must fit by their class, and
-        # their config must be in transformers' own list.
-        is_known = reads_images(self.config) or (
-            has_fitting_class and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        )
-        return is_known and not self.config.is_encoder_decoder
+        return has_fitting_class and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -337,7 +338,7 @@ class ModelConfigInfo:
 
     @cached_property
     def converted(self) -> frozenset[str]:
-        """The names of the parameters that the checkpoint holds quantized.
+        """The names of the quantized parameters: those that quantization has converted.
 
         These are all matrices, except for the embedding table, the LM head, and the modules that
         the config's `quantization_config` excludes.
@@ -348,16 +349,16 @@ class ModelConfigInfo:
         # compressed-tensors names the excluded modules under `ignore`, other formats under
         # `modules_to_not_convert`. Embedding and head count as not quantized. The name of a
         # parameter begins with that of its module.
-        kept_patterns = [
+        excluded_patterns = [
             *(self.quantization.get("modules_to_not_convert") or []),
             *(self.quantization.get("ignore") or []),
         ]
-        kept_patterns += ["*embed_tokens", "*lm_head"]
+        excluded_patterns += ["*embed_tokens", "*lm_head"]
         matrices = (name for name, parameter in self.model.named_parameters() if parameter.ndim > 1)
         return frozenset(
             name
             for name in matrices
-            if not any(fnmatch(name, f"{pattern}*") for pattern in kept_patterns)
+            if not any(fnmatch(name, f"{pattern}*") for pattern in excluded_patterns)
         )
 
     @cached_property
@@ -377,16 +378,16 @@ class ModelConfigInfo:
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         last_layer = f".layers.{self.text.num_hidden_layers - 1}."
         num_further_layers = self.native_mtp[1] if self.native_mtp else 0
-        num_kept = sum(size for name, size in sizes.items() if name not in self.converted)
-        num_converted = sum(
+        num_unquantized = sum(size for name, size in sizes.items() if name not in self.converted)
+        num_quantized = sum(
             sizes[name] * (1 + num_further_layers if last_layer in name else 1)
             for name in self.converted
         )
 
         # The stored bytes that are left belong to quantized weights. The estimate may come out
         # above the size of an unquantized weight, which is impossible, so it is limited to that.
-        converted_bytes = self.stored_bytes - num_kept * self.itemsize()
-        return float(min(self.itemsize(), converted_bytes / num_converted))
+        quantized_bytes = self.stored_bytes - num_unquantized * self.itemsize()
+        return float(min(self.itemsize(), quantized_bytes / num_quantized))
 
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
         """Return a function that maps a parameter of `model` (name and tensor) to its bytes.

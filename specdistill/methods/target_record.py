@@ -101,7 +101,7 @@ def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
 
     Args:
         draft: the folder of the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The name and properties of the target; None if the draft's config.json has no record.
@@ -158,7 +158,8 @@ def check_target(
             key,
             got=f"{draft}, a draft for {recorded_target}",
             expected=(
-                f'a draft for {target.identity}; to try it anyway, delete its "{SECTION}" record'
+                f"a draft for {target.identity}; to try this draft anyway, delete the key"
+                f' "{SECTION}" from its config.json'
             ),
         )
 

@@ -307,7 +307,8 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     """Return the values of a section with the choice of its variant, for pydantic to check.
 
     Keys that only other variants have are left out if they are at their defaults. Otherwise they
-    stay, and pydantic reports them as unknown.
+    stay, and pydantic reports them as unknown. A null is left out, too, if this variant requires
+    the key and other variants lack it, so that pydantic reports the key as missing.
 
     Args:
         field: the pydantic field of the section, a union of variants.
@@ -322,17 +323,20 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     if isinstance(field.discriminator, str):
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
-    # Keep the optional keys of this variant, and keys that no variant has, which pydantic reports.
-    # Other keys belong to other variants, or are required in this one. Keep them only if they
-    # differ from their defaults, because a recipe that was recorded by a run lists the keys of all
-    # variants. If the run had another variant, a required key of this variant is null in the
-    # recipe. The null is left out, so that pydantic reports the key as missing.
+    # Keep three kinds of keys:
+    # - the optional keys of this variant;
+    # - keys that no variant has, which pydantic reports as unknown;
+    # - all other keys, if they differ from their defaults. These are keys of other variants, and
+    #   required keys of this one. In the record of a run, which lists the keys of all variants,
+    #   such keys are at their defaults. For a required key that other variants lack this is null
+    #   (`find_default_in`).
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields
     for name, value in values.items():
         is_own_optional_key = name in own_keys and not own_keys[name].is_required()
-        if is_own_optional_key or name not in keys or value != find_default_in(variants, name):
+        is_unknown = name not in keys
+        if is_own_optional_key or is_unknown or value != find_default_in(variants, name):
             selected[name] = value
     return selected
 
@@ -482,6 +486,8 @@ def _name_kind(hint: object) -> str:
         )
     if origin is list:
         return f"list of {_name_kind(arguments[0])}"
+    # A key such as `data.source` accepts a value in one of several forms, so its type is `object`
+    # or `Any`. Such values are names, mappings or lists of them.
     if hint in (Any, object):
         return "name, list or mapping"
     if origin is dict or hint is dict:

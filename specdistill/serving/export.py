@@ -49,7 +49,8 @@ SERVE_MD = Path(__file__).with_name("serve.md.j2")
 # The training data of a draft that is created before any data exist.
 NO_ROWS = Dataset.from_dict({column: [] for column in COLUMNS})
 RECIPE_DRAFT_NAME = "the recipe's draft"  # the name of an untrained draft in errors
-# Engines with lookups -> the names that users type. Values of `eval.ngram.rule` have these names.
+# Engines that have a lookup built in -> the names that users type for them. The same names stand
+# for the engines' rules of n-gram lookup, in `eval.ngram.rule`.
 LOOKUP_ENGINES = {"vllm": "vllm", "gguf": "llama.cpp"}
 # K, if no report says which K was measured. A small K costs little where a draft accepts little.
 DEFAULT_NUM_TOKENS = 3
@@ -208,7 +209,7 @@ def export_lookup(
 
 
 def _find_lookup_serving(engine: str, method: str) -> Serving:
-    """Return the facts with which an engine is told to look tokens up.
+    """Return how an engine is configured for a lookup, such as n-gram lookup.
 
     Args:
         engine: the name of the engine.
@@ -217,14 +218,15 @@ def _find_lookup_serving(engine: str, method: str) -> Serving:
     Raises:
         UserError: for an engine without this lookup.
     """
-    serving = METHODS[method].serving()
-    if engine not in serving:
+    serving_by_engine = METHODS[method].serving()
+    if engine not in serving_by_engine:
+        # Name the engines as users type them: LOOKUP_ENGINES has `llama.cpp` for `gguf`.
         raise UserError(
             "engine",
             got=f"{LOOKUP_ENGINES.get(engine, engine)} with method={method}",
-            expected=" or ".join(LOOKUP_ENGINES[name] for name in serving),
+            expected=" or ".join(LOOKUP_ENGINES[name] for name in serving_by_engine),
         )
-    return serving[engine]
+    return serving_by_engine[engine]
 
 
 def _read_lookup_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,13 +237,16 @@ def _read_lookup_settings(method: str, settings: Mapping[str, Any]) -> dict[str,
         settings: the settings in the report; empty without a report.
 
     Raises:
-        UserError: for a report of a running server, which does not say how it looks up.
+        UserError: for a report that was measured at a running server, because the settings of the
+            server's lookup are not known.
     """
     if settings and "drafting" not in settings:
         raise UserError(
             "report",
-            got="a report of a running server, which does not say how it looks up",
-            expected="a report of specdistill, or of an engine that it started",
+            got="a report that was measured at a running server, whose lookup settings are not"
+            " known",
+            expected="a report that was measured with eval.engine=specdistill, or with an engine"
+            " that specdistill started (without eval.server)",
         )
     # A recipe has the default settings. The values of its other keys do not matter here.
     recipe = validate_recipe(
@@ -254,19 +259,23 @@ def _read_lookup_settings(method: str, settings: Mapping[str, Any]) -> dict[str,
 def _check_lookup_length(engine: Engine, lookup_settings: Mapping[str, Any], k: int) -> None:
     """Raise UserError for a K with which llama.cpp's lookup would draft nothing.
 
+    llama.cpp drafts up to K of the tokens that follow an earlier occurrence of an n-gram, and
+    discards a draft of fewer than n tokens. So it never drafts if n > K.
+
     Args:
         engine: the engine.
         lookup_settings: the settings of the lookup; `max` is the length of n-grams.
         k: K, draft tokens per round.
     """
+    # Exports for llama.cpp go by the engine name `gguf`.
     n = lookup_settings["max"]
     if engine.name == "gguf" and n > k:
         raise UserError(
             "num_speculative_tokens",
             got=k,
             expected=(
-                f"at least {n}, the length of the n-grams: llama.cpp drafts only where as many"
-                " tokens follow"
+                f"at least {n}, the length of the n-grams: llama.cpp discards a draft of fewer"
+                " tokens"
             ),
         )
 
@@ -274,9 +283,13 @@ def _check_lookup_length(engine: Engine, lookup_settings: Mapping[str, Any], k: 
 def _compare_lookup_rules(engine: str, lookup_settings: Mapping[str, Any]) -> str:
     """Return a note if an engine looks up by another rule than was measured, else an empty text.
 
+    A rule of n-gram lookup says which earlier occurrence of an n-gram is taken, and which of the
+    tokens after it are drafted. Each engine has one rule, whose name is in LOOKUP_ENGINES.
+
     Args:
         engine: the name of the engine.
-        lookup_settings: the settings of the measured lookup. Only n-gram lookup has several rules.
+        lookup_settings: the settings of the measured lookup. Only those of n-gram lookup name a
+            rule.
     """
     engine_rule = LOOKUP_ENGINES[engine]
     measured_rule = lookup_settings.get("rule", engine_rule)
@@ -619,19 +632,19 @@ def serve_md(
     values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]
 
-    # Build one of two tables by load. `by_load` has what was measured in an engine. Otherwise
-    # `by_length` has the best K of each load that specdistill measured or predicts for its decoder.
+    # Build a table of the best K by load. `engine_table` is for a report that was measured in an
+    # engine. Otherwise `decoder_table` has what specdistill measured or predicts for its decoder.
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
-    by_load = ""
+    engine_table = ""
     if report and in_engine:
-        by_load = format_cells(tabulate_by_load(find_fastest_lengths(report)))
-    by_length = format_cells(tabulate_by_load(lengths)) if lengths and not in_engine else ""
+        engine_table = format_cells(tabulate_by_load(find_fastest_lengths(report)))
+    decoder_table = format_cells(tabulate_by_load(lengths)) if lengths and not in_engine else ""
 
     # An engine can change K with the load if `served.lengths` makes a difference to its command.
     command_without_lengths = engine.serve_command(replace(served, lengths=()))
     takes_lengths = engine.serve_command(served) != command_without_lengths
 
-    # Render the template, with the reasons against serving.
+    # Render the template, with the notes on what to know before serving.
     caveats = [f"{note}."] if note else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
@@ -646,8 +659,8 @@ def serve_md(
         caveats=[*caveats, *list_caveats(report, engine, served.num_tokens)],
         findings=findings,
         flags=format_table(("what else is set", "how"), flag_rows),
-        by_load=by_load,
-        by_length=by_length,
+        engine_table=engine_table,
+        decoder_table=decoder_table,
         takes_lengths=takes_lengths,
         cells=format_cells,
         plain=escape_markdown,
@@ -657,10 +670,11 @@ def serve_md(
 
 
 def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[str]:
-    """Return the reasons against serving a draft, as one or more sentences for each reason.
+    """Return what to know before serving a draft, as a list of notes of one or more sentences.
 
-    The reasons are a gate that the draft did not pass, and a speed below that of plain decoding. If
-    the draft was measured behind a lookup, another text says whether the engine can do the same.
+    The notes are about a gate that the draft did not pass, and about a speed below that of plain
+    decoding. If the draft was measured behind a lookup, the last note says whether the engine can
+    serve this lookup, too.
 
     Args:
         report: the draft's report; None gives no caveats.

@@ -132,7 +132,7 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
     Args:
         model: a model with weights.
         name: the name of the model in errors.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: if the model computes logits by an unknown formula, or if a pass over a KV cache
@@ -249,9 +249,10 @@ def _find_parts(
     head_outputs: list[Tensor] = []
 
     def replace_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Record the head's input, and return known numbers in place of its output.
+        """Record the LM head's input, and return powers of two in place of its output.
 
-        The logits then show what the class computes from the output of its head.
+        The model class may scale or cap what its head returns. With known powers of two as the
+        head's output, the logits show what the class did to them.
         """
         head_inputs.append(args[0])
         head_outputs.append(_build_powers_of_two(output))
@@ -295,7 +296,8 @@ def _find_parts(
 def _find_factor(x: Tensor, y: Tensor) -> float | None:
     """Return the factor c with which y = c · x; None if y is not proportional to x.
 
-    The factor is fitted by least squares, because 16-bit dtypes round each number.
+    The factor is fitted by least squares, because 16-bit dtypes round each number. A factor that
+    differs from 1 only by rounding is returned as 1.
     """
     if x.shape != y.shape:
         return None
@@ -304,7 +306,7 @@ def _find_factor(x: Tensor, y: Tensor) -> float | None:
     x = x.double()
     y = y.double()
     factor = float((x * y).sum() / x.square().sum())
-    return _round_to_one(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
+    return _snap_to_one(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
@@ -325,7 +327,7 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
     # x[0] = 2^-12 is so small that a cap does not change its logit, which so shows the scale. If
     # there is a cap, the largest logit is equal to the cap. `finish` does not use the head's linear
     # layer, so the layer is None here.
-    scale = _round_to_one(float(y[0] / x[0]))
+    scale = _snap_to_one(float(y[0] / x[0]))
     largest_logit = float(y.abs().max())
     for cap in (None, largest_logit):
         if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
@@ -333,7 +335,7 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
     return None
 
 
-def _round_to_one(factor: float) -> float:
+def _snap_to_one(factor: float) -> float:
     """Return a factor as it is, or exactly 1 if it differs from 1 only by rounding."""
     return 1.0 if abs(factor - 1) < ROUNDING else factor
 

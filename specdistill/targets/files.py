@@ -31,7 +31,7 @@ from specdistill.common.repositories import fetch, read_large_file_hashes, resol
 from specdistill.recipe.sections import TargetConfig
 from specdistill.targets.loading import read_gguf_config
 
-KEY = "target.model"  # the recipe key that errors name
+KEY = "target.model"  # the recipe key to name in errors
 # The weights of a checkpoint are in one file, or in several that an index lists.
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -79,7 +79,7 @@ class Shards:
     Attributes:
         folder: the folder of the files.
         file_of: file name of each tensor, in the order of the checkpoint.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ class Shards:
 
         Args:
             folder: the folder of the files.
-            key: the recipe key that errors name.
+            key: the recipe key to name in errors.
             complete: whether all files that the index names must exist.
 
         Raises:
@@ -217,7 +217,7 @@ def read_config(
 
     Args:
         folder: the folder.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         expected: the text in errors that says what was expected.
 
     Raises:
@@ -264,8 +264,8 @@ def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) ->
     Args:
         config: a section of config.json.
         name: the key.
-        kind: the type that the value must have, as pydantic takes it.
-        key: the recipe key that errors name.
+        kind: the type that a value must have, as pydantic takes it. Null is always allowed.
+        key: the recipe key to name in errors.
 
     Returns:
         The value; None if the key is missing or null.
@@ -273,10 +273,11 @@ def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) ->
     Raises:
         UserError: for a value of another type.
     """
-    # pydantic's message is "Input should be", followed by what is expected.
+    # A missing key is checked like null, which `_build_adapter` allows beside `kind`.
     try:
         return _build_adapter(kind).validate_python(config.get(name), strict=True)
     except ValidationError as error:
+        # pydantic's message is "Input should be", followed by what is expected.
         raise UserError(
             key,
             got=f"a config.json with {name} {config[name]!r}",
@@ -422,6 +423,9 @@ class TargetFiles:
 
         # Hash the tokenizer files. A GGUF file holds the tokenizer together with the weights.
         tokenizer = hash_files(_list_existing_files(folder, self._gguf or TOKENIZER))
+
+        # pico, the small target in this package, goes by its name, because the path of the package
+        # differs between machines.
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
             revision=self.commit,

@@ -196,7 +196,7 @@ class FrozenTarget:
         Every process of a launch has to call this.
 
         Args:
-            model: `pico`, a folder, a GGUF file or a Hub id.
+            model: a folder, a GGUF file, a Hub id, or `pico` for the small target in this package.
             revision: the revision of a Hub id; None for the default.
             adapter: folder or Hub id of a LoRA adapter.
             quantization: the kind of quantization that weights are rounded to.
@@ -446,8 +446,9 @@ def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective:
     compiled.
 
     Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two layers
-    (regional compilation). A layer of the draft has one graph for each step of the unroll, because
-    each step attends to one entry more than the step before. Generation and decoding are not
+    (regional compilation). Training unrolls a head: it runs several draft steps in a row, each on
+    the head's own output of the step before. Each step attends to one entry more than the step
+    before, so a layer of the head has one graph for each step. Generation and decoding are not
     compiled, because their lengths grow token by token; they set
     `torch.compiler.set_stance("force_eager")`. The hooks of a layer, which read features or gather
     weights, stay outside of its graph.
@@ -459,7 +460,7 @@ def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective:
     """
     if not train.get("torch_compile"):
         return
-    allow_graphs()
+    allow_graphs()  # torch's default, eight graphs of one function, is too few for a long unroll
     # torch's DDPOptimizer would cut the graphs of layers at the borders of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
     # dynamo reads `.grad` of tensors that are no leaves, and torch warns about each such read.

@@ -77,7 +77,7 @@ def _locate_model(
 
     Args:
         path: a folder, a GGUF file or a Hub id.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         revision: the revision of a Hub id; None for the default.
         trust_remote_code: run the repository's own code.
         find_copy: returns the folder with a copy of a GGUF file in safetensors; None if there is
@@ -108,7 +108,7 @@ def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path |
     Args:
         file: the GGUF file.
         dtype: the dtype of the weights.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The folder; None if it cannot be written.
@@ -127,7 +127,7 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
     """Turn errors of transformers into errors of this project while the block reads files.
 
     Args:
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: the name of the model in errors.
         expected: the text in errors that says what was expected.
 
@@ -192,7 +192,7 @@ def read_causal_lm(
 
     Args:
         path: a folder, a GGUF file or a Hub id.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         revision: the revision of a Hub id; None for the default.
         dtype: the dtype of the weights, by its name in torch.
         attn: the attention implementation; None for the default of the class.
@@ -382,7 +382,7 @@ def read_without_weights(
 
     Args:
         folder: the folder with the config and the tokenizer.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: the name of the model in errors.
 
     Returns:
@@ -407,7 +407,7 @@ def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> PreTrai
     Args:
         folder: the folder of the file.
         file: the name of the file.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: the name of the model in errors.
 
     Raises:

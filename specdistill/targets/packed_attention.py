@@ -114,9 +114,10 @@ def attend_packed_backward(
         query_SNd: [S, N, d].
         key_SGd: [S, G, d], with G key/value heads.
         value_SGe: [S, G, e].
-        output_SNe: [S, N, e], the output. The caller may have computed its softmax over further
-            keys, too. The gradient of the query is then the part that comes from `key_SGd`.
-        lse_NS: [N, S], the log-sum-exp of all scores of that softmax.
+        output_SNe: [S, N, e], the output. It may belong to a larger attention, whose softmax is
+            over `key_SGd` and other keys. The gradient of the query then has only the share of
+            `key_SGd`, and the caller adds the share of the other keys.
+        lse_NS: [N, S], the log-sum-exp of the scores of all keys of that softmax.
         cumulative_lengths: where each document begins, then S, as in `attend_packed`.
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; None for all up to itself.

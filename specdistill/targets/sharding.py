@@ -64,7 +64,8 @@ def shard_class(
     if not distributed.is_initialized():
         raise UserError(
             KEY,
-            got="layers outside of a group of processes",
+            got="layers, which divides the target among a group of processes, but this process is"
+            " in no group",
             expected="target.shard=none, or a training script started by `accelerate launch`",
         )
     if is_quantized:

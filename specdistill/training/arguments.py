@@ -229,9 +229,10 @@ def _check_fields(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_combinations(fields: Mapping[str, Any]) -> None:
-    """Raise UserError for fields that cannot be combined, in this launch or at all.
+    """Raise UserError for fields that do not work together, or for a missing `output_dir`.
 
-    transformers refuses other combinations, but its messages do not name keys of the recipe.
+    Only combinations that transformers would accept are checked here. It refuses others itself, and
+    `make_trainer_error` turns its messages into errors that name keys of the recipe.
 
     Args:
         fields: all fields of TrainingArguments that have a value.
@@ -428,18 +429,25 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
     if not is_sharded():
         return
 
-    # FSDP: only the second version is supported, with whole state dicts. If the variables are not
-    # set, accelerate takes the first version, and the second version divides state dicts.
+    # FSDP: set `bf16` again, which `_take_precision` has hidden from accelerate. Now only this
+    # project reads it, to switch autocast on (`find_autocast_dtype`).
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
+
+        # Only version 2 with whole state dicts is supported. Where the launch configuration sets
+        # nothing, accelerate's defaults apply: version 1, and sharded state dicts in version 2.
+        supported_version, supported_type = FSDP
         fsdp_version = os.environ.get("FSDP_VERSION", "1")
         state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
-        if (fsdp_version, state_dict_type) != FSDP:
+        if (fsdp_version, state_dict_type) != (supported_version, supported_type):
             raise UserError(
                 "accelerate launch",
                 got=f"a configuration with FSDP {fsdp_version} and fsdp_state_dict_type"
                 f" {state_dict_type}",
-                expected=(f"FSDP {FSDP[0]} and {FSDP[1]}, as in accelerate_configs/fsdp2.yaml"),
+                expected=(
+                    f"FSDP {supported_version} and {supported_type}, as in"
+                    " accelerate_configs/fsdp2.yaml"
+                ),
             )
         if arguments.save_on_each_node:
             raise UserError(
@@ -521,7 +529,8 @@ def _launch_defaults() -> dict[str, Any]:
       hide such losses.
     - With a GPU, batches are copied while the GPU computes.
     - Without a GPU there is no pinned memory, and several processes need a backend that runs on a
-      CPU.
+      CPU. `use_cpu` selects one. But it would switch sharding off, so under sharding the backend
+      `gloo` is set instead.
     """
     defaults: dict[str, object] = {
         "ddp_find_unused_parameters": False,
@@ -532,7 +541,6 @@ def _launch_defaults() -> dict[str, Any]:
         return {**defaults, "accelerator_config": {"non_blocking": True}}
     defaults["dataloader_pin_memory"] = False
     if not is_sharded():
-        # Under sharding, `use_cpu` would switch the sharding off.
         return {**defaults, "use_cpu": True}
     return {**defaults, "ddp_backend": "gloo"} if count_processes() > 1 else defaults
 

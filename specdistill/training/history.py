@@ -128,7 +128,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
 
     Args:
         draft_folder: `<run>/draft`.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Returns:
         The history; None for a draft that is not in a run's folder, or a run without a history.
@@ -136,7 +136,6 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     Raises:
         UserError: naming `key`, for a history that cannot be read.
     """
-    # Histories that earlier versions wrote may hold NaN.
     folder = draft_folder.resolve()
     path = folder.parent / HISTORY
     if folder.name != "draft" or not path.is_file():
@@ -144,6 +143,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     with convert_errors(
         (OSError, ValueError), key, path, "seconds, steps and log, as training saves them"
     ):
+        # Histories that earlier versions wrote may hold NaN.
         return validated(read_json(path, allow_nan=True))
 
 
@@ -254,10 +254,10 @@ class ProgressLines(TrainerCallback):
         rates = read_cumulative(self.figures)
         if rates:
             shown = "/".join(f"{100 * rate:.0f}" for rate in rates)
-            parts = [f"simulated at positions 1 to {len(rates)}: {shown}% accepted"]
+            texts = [f"simulated at positions 1 to {len(rates)}: {shown}% accepted"]
             if DECODED_METRIC in self.figures:
-                parts.append(f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}")
-            self._write(state, parts)
+                texts.append(f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}")
+            self._write(state, texts)
             path = Path(str(args.output_dir)) / CURVE
             with saving(path):
                 draw(state.log_history, path)
@@ -282,22 +282,23 @@ class ProgressLines(TrainerCallback):
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
 
         # Format the figures. Estimate the time left from the steps since training began or resumed,
-        # once there are enough of them. At the last step one is enough, because no time is left.
-        parts = [
+        # once MIN_PARTS of them are done (here the parts of the task are steps). At the last step
+        # one is enough, because no time is left.
+        texts = [
             template.format(figures[name])
             for name, template in PROGRESS_FIGURES.items()
             if name in figures
         ]
-        num_done = state.global_step - self.first_step
-        if num_done >= MIN_PARTS or (num_done and state.global_step == state.max_steps):
+        steps_done = state.global_step - self.first_step
+        if steps_done >= MIN_PARTS or (steps_done and state.global_step == state.max_steps):
             steps_left = state.max_steps - state.global_step
-            seconds_left = (self.last - self.begin) * steps_left / num_done
-            parts.append(f"{format_clock(seconds_left)} left")
-        self._write(state, parts)
+            seconds_left = (self.last - self.begin) * steps_left / steps_done
+            texts.append(f"{format_clock(seconds_left)} left")
+        self._write(state, texts)
 
-    def _write(self, state: TrainerState, parts: list[str]) -> None:
+    def _write(self, state: TrainerState, texts: list[str]) -> None:
         """Print one line about the current step, without breaking the progress bar."""
-        figures = f": {', '.join(parts)}" if parts else ""
+        figures = f": {', '.join(texts)}" if texts else ""
         tqdm.write(f"Step {state.global_step}/{state.max_steps}{figures}", file=sys.stderr)
 
 

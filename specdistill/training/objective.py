@@ -428,7 +428,8 @@ class StepSums:
         chain_correct: how many chains are correct at this and every earlier position.
         chain_accepted: over chains, the product of the expected acceptances of these positions.
         chains: how many chains reach the position.
-        chain_uncorrected: as chain_correct, without a block drafter's correction.
+        chain_uncorrected: as chain_correct, but without the correction of a DSpark drafter, which
+            changes a token's logits according to the tokens before it.
     """
 
     loss: Tensor
@@ -485,25 +486,30 @@ def arrange_in_chains(
 ) -> Tensor:
     """Arrange values of loss tokens as chains of K consecutive draft tokens, [K, S].
 
-    This is for a draft that predicts every token of the batch [B, T] from the token before it. So
-    there are S = B T chains, one that starts at each position. The k-th value of a chain (from 0)
+    This is for a draft that is trained to predict every token of the batch [B, T] from the true
+    tokens before it. K such predictions in a row stand for the chain that the draft would propose.
+    There are S = B T chains, one that starts at each position. The k-th value of a chain (from 0)
     is the value of the token k + 1 positions after the start, or zero if that is no loss token. A
     chain does not continue into the next document, because the first token of a document is no loss
     token.
+
+    For example, one row of T = 4 tokens has loss tokens at 1, 2 and 3 with the values 1, 1 and 0.
+    With K = 2 the result is [[1, 1, 0, 0], [1, 0, 0, 0]]: each column is a chain.
 
     Args:
         loss_positions_R: the positions of the R loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
         values_1R: [1, R], one value for each loss token, e.g. 1 if the draft predicts it correctly,
-            else 0. The first dimension is the number of draft positions in training, which is 1 for
-            such a draft.
+            else 0. The first dimension is 1, because such a draft is trained to predict only the
+            next token.
     """
     # Write each value to the position that predicts it: the one before the loss token. Then read K
     # consecutive positions. `loss_positions_R` is padded with 0, for which there is no position
     # before. The padding has the value 0, so adding it to any position has no effect.
-    roots_R = (loss_positions_R - 1).clamp_min(0)
-    values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
+    before_R = (loss_positions_R - 1).clamp_min(0)
+    values_S = values_1R.new_zeros(shape.numel()).scatter_add(0, before_R, values_1R[0])
+    values_BT = values_S.view(shape)
     return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)])
 
 
@@ -532,8 +538,8 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
       is comparable with the acceptance length of greedy decoding.
     - acceptance_length_sampled is the same for sampling: the first k draft tokens are accepted with
       the product of their expected acceptances.
-    - acceptance_length_uncorrected is the acceptance length of a block drafter without its
-      correction.
+    - acceptance_length_uncorrected is what acceptance_length would be without the correction of a
+      DSpark drafter, which changes a token's logits according to the tokens before it.
 
     A position that no token reaches has no metrics, and adds nothing to the acceptance lengths.
     """

@@ -325,7 +325,7 @@ class Stopping(TrainerCallback):
                 step.copied.synchronize()
             num_asked, num_not_finite = step.findings_2.tolist()
             if num_not_finite:
-                self._stop_if_not_finite(step, args)
+                self._raise_not_finite(step, args)
             self.stops = self.stops or num_asked > 0
         # A run that stops saves first. `on_save` then ends it.
         control.should_save = control.should_save or self.stops
@@ -350,7 +350,7 @@ class Stopping(TrainerCallback):
         # process received.
         raise SystemExit(128 + (self.received or signal.SIGTERM))
 
-    def _stop_if_not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
+    def _raise_not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
         """Write a file with the rows whose loss was not finite, and end the run by an error.
 
         Every process calls this after the same step, because the rows are gathered from all.

@@ -64,7 +64,7 @@ LOCK = ".lock"
 # Seconds to wait for a network file system to show a file of another machine. A longer wait would
 # delay machines that share no folder.
 VISIBILITY_WAIT_S = 10
-# Keys that name places on a machine. They may differ between the machines of a run.
+# Keys that name paths. They may differ between the machines of a run.
 PATH_KEYS = (
     "train.output_dir",
     "train.logging_dir",
@@ -132,13 +132,17 @@ class TrainingRun:
                 that cannot be written or holds something else, and for a checkpoint that this
                 launch cannot resume.
         """
-        # Build the Trainer's arguments. All machines must have the same recipe and launch.
+        # Build the Trainer's arguments.
         arguments = build_training_arguments(
             recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults}
         )
+
+        # All machines must have the same recipe and launch. The nested values of the recipe are
+        # compared key by key (`train.seed`). Keys of paths are left out: they may differ.
+        recipe_values = list_every_key(recipe)
         check_ranks_agree(
             {
-                **list_recipe_keys(list_every_key(recipe)),
+                **list_recipe_keys(recipe_values),
                 "accelerate launch": f"sharding {describe_launch(arguments)['sharding']}",
             }
         )
@@ -206,7 +210,8 @@ class TrainingRun:
             )
         all_gather_object(None)  # a barrier
 
-        # Compare the facts with the old record, and write the new one.
+        # Compare the facts with the old record, and write the new one. The record may be published,
+        # so `remove_places` takes folders and host names of this machine out of it.
         facts = remove_places(facts)
         self._check_same_facts(facts)
         provenance = {
@@ -237,6 +242,8 @@ class TrainingRun:
         if self.checkpoint:
             path = self.path / "run" / PROVENANCE
             old_record = read_keys(path, "train.output_dir", "an interrupted run")
+        # `facts` are without folders and host names of a machine. A record that an earlier version
+        # wrote may still have them, so they are removed here, too.
         old_facts = remove_places(old_record)
         local_differing_keys = [
             name for name, value in facts.items() if old_facts.get(name, value) != value
@@ -323,6 +330,7 @@ class TrainingRun:
         The draft of the last step is saved, or the best draft if the recipe asks the Trainer to
         load it at the end. Only a DistillationTrainer has a draft.
         """
+        # `writer` holds the lock of the run's folder, and releases it at the end of this block.
         with self.writer:
             # The Trainer's own callbacks print each log as a dictionary. Replace them by callbacks
             # that print short lines.
@@ -420,7 +428,10 @@ def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
 
 
 def list_recipe_keys(values: Mapping[str, object]) -> dict[str, str]:
-    """Return each key of a recipe with its value as text, except keys that name places."""
+    """Return each dotted key of a recipe with its value as text, except keys that name paths.
+
+    For example, {"train": {"seed": 1}} gives {"train.seed": "1"}.
+    """
     return {key: str(value) for key, value in flatten_keys(values) if key not in PATH_KEYS}
 
 

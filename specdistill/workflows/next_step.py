@@ -103,11 +103,14 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     # Export the lookup for the measured engine if it can serve the method, and for vLLM otherwise.
     engine = "vllm"
     if measured_engine in ENGINES:
-        # `serving()` has an entry for each engine that can serve the method. If an engine reads the
-        # layouts of another engine (`layouts`), it has no entry of its own, but uses the other's.
-        layouts = ENGINES[measured_engine].layouts or measured_engine
-        engine = measured_engine if layouts in METHODS[method].serving() else "vllm"
-    # The report of a running server does not say how the server looks up, so `export` refuses it.
+        # `serving()` has an entry for each engine for which the method can be exported. Exports for
+        # llama.cpp have the name of their file format, `gguf`, which is in its field `layouts`.
+        # Other engines export by their own name.
+        export_name = ENGINES[measured_engine].layouts or measured_engine
+        engine = measured_engine if export_name in METHODS[method].serving() else "vllm"
+    # `export` reads from the report how tokens are looked up (`drafting`). A report has no such key
+    # if it is of a server that was running already, which does not say how it looks up. `export`
+    # refuses such a report.
     report_keys = [f"report={folder}"] if "drafting" in report["settings"] else []
     row = report["results"][0]
     gain = phrases.format_gain(row) if "speedup" in row else "no speedup measured"
@@ -234,6 +237,8 @@ def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
         f"output_dir={run / 'vllm'}",
     )
     # If the recipe names no Hub repository to publish to, the user has to replace a placeholder.
+    # `baseline=none` says that this is the first release of the repository, so there is no earlier
+    # one to compare with. If there is one, `publish` refuses `none`.
     repository_keys = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     publish_command = _format_command("publish", f"run={run}", *repository_keys, "baseline=none")
     return f"{run} passed its gate:", [export_command, publish_command]

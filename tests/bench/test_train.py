@@ -49,7 +49,7 @@ def test_the_plain_forms_have_the_same_loss(output_files: tuple[Path, Path]) -> 
     ) and shown.endswith("<!-- /train -->\nafter\n")
     assert shown.count("| plain form |") == 5 and shown.count("| 4 × 16 | ours |") == 2
     assert (
-        "64 tokens, 3 steps of the unroll; the draft's head is frozen." in shown
+        "64 tokens, an EAGLE-3 head trained on 3 draft steps in a row, its LM head frozen." in shown
         and "### A DFlash drafter's step" in shown
     )
 
@@ -81,7 +81,8 @@ def test_a_ratio_leaves_out_the_first_round_and_is_shown() -> None:
         {"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **summary}]}}
     )
     assert (
-        "64, a vocabulary of 1,200, 100 tokens, 16 blocks of 4; the draft has five layers" in shown
+        "64, a vocabulary of 1,200, 100 tokens, 16 blocks of 4 positions; the DFlash drafter has"
+        " five layers" in shown
     )
     assert "| 2 × 50 | plain form | 25 | 500, 400, 100 | 1.0 KiB | 3.00× (" in shown
 

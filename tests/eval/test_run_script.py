@@ -99,7 +99,7 @@ def test_a_measurement_leaves_a_whole_report(run_measurement, tmp_path, capsys):
     )
     assert report["settings"]["draft_sampling"] == "greedy"
     assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "sequence"}
-    assert "drafting: min 1, max 4, lookup sequence" in (folder / "report.md").read_text()
+    assert "n-gram lookup (n = 1 to 4) in prompt and output" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1
     assert [sample["id"] for sample in samples] == ["a0", "a1", "b0", "b1"]

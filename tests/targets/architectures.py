@@ -316,20 +316,20 @@ def format_tables(rows: list[KindRow]) -> str:
     )
     return f"""Tried with a tiny random model of each type that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
 `python -m tests.targets.architectures`; the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py)
-decodes with each and compares with `generate()`. Your checkpoint is tried again when it is loaded.
+decodes with each and compares with `generate()`.
 
 ## {SERVED}: {len(served)}
 
-N-gram and suffix lookup work for all of them. A trained smaller model works as their draft, too: `method=draft_model` or `pard` with
-`draft.init=PATH`.
+N-gram and suffix lookup work for all, and so does a trained smaller model: `method=draft_model` or `pard` with `draft.init=PATH`.
 
-- *Layers*: recurrent ones keep a state that decoding copies.
+- *Layers*: recurrent layers keep a state; decoding copies it to undo rejected draft tokens.
 - *Logits*: what the class does to its head's output.
-- *Drafts made from the target*: the methods whose draft can be built from the target alone. *All* are
-  {", ".join(TRAINED)}. A class may lack RMS norms, a rotary embedding, a single
-  residual stream or plain attention. `specdistill plan` says the same of a checkpoint, and why (`details=true`).
+- *Drafts made from the target*: methods whose draft is built from the target alone. *All* are
+  {", ".join(TRAINED)}. Methods are missing where the class lacks RMS norms, a rotary
+  embedding, a single residual stream or plain attention. `specdistill plan` says the same of a checkpoint, and why (`details=true`).
   Engines may serve fewer, as for [Gemma 3 and 4](#heads-for-gemma-3-and-4).
-- *Trees*, *batches*, *packing*: `eval.tree`, `eval.batch_size` above 1, `data.packing` (*no mask*: by kernels).
+- *Trees*, *batches* and *packing* say whether `eval.tree`, `eval.batch_size` above 1 and `data.packing` work.
+  *No mask*: attention separates packed documents without a mask.
 
 | {KIND} | layers | logits | drafts made from the target | trees | batches | packing |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -343,7 +343,7 @@ N-gram and suffix lookup work for all of them. A trained smaller model works as 
 
 ## {UNTRIED}: {len(untried)}
 
-The test could not make a tiny model of these types. They are tried when they are loaded.
+The test could not make a tiny model of these types; loading tests them.
 
 | {KIND} | error of the config |
 | --- | --- |

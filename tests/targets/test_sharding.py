@@ -103,7 +103,7 @@ def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("joined", "quantized", "message"),
     [
-        (False, False, "layers outside of a group of processes"),
+        (False, False, "layers, which divides the target among a group of processes"),
         (True, True, "layers with a quantized checkpoint"),
     ],
 )

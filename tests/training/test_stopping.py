@@ -150,8 +150,8 @@ def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bo
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]), None)
     if writes:
         with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):
-            stopping._stop_if_not_finite(step, arguments)  # there is no folder to write to
+            stopping._raise_not_finite(step, arguments)  # there is no folder to write to
         (tmp_path / "run").mkdir()
     with pytest.raises(ResourceError, match="step 4 "):
-        stopping._stop_if_not_finite(step, arguments)
+        stopping._raise_not_finite(step, arguments)
     assert (tmp_path / "run" / "loss_not_finite.json").exists() == writes

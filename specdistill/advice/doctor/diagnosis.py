@@ -91,7 +91,7 @@ Fit = tuple[float, float]
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """An acceptance length, simulated in training or counted in a few completions.
+    """An acceptance length, estimated in training (simulated) or counted in a few completions.
 
     Attributes:
         num_tokens: draft tokens per round.
@@ -182,14 +182,19 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     run = run_of(draft)
     # If the draft is an export in a run's folder, the training history is in the run's own draft.
     diagnosis.recorded = read_recorded_length(run / "draft" if run else draft)
-    if engine and lookup_first and not ENGINES[engine].describe_front(lookup_first):
-        diagnosis.findings.append(
-            problem(
-                f"specdistill cannot start {ENGINES[engine].title} with this lookup in front of the"
-                " draft",
-                "change or remove eval.lookup_first, or choose another engine=",
+
+    # With `eval.lookup_first` a lookup proposes tokens first, and the draft only where the lookup
+    # finds nothing. `describe_front` returns None if the engine cannot do that with these settings.
+    if engine and lookup_first:
+        engine_lookup = ENGINES[engine].describe_front(lookup_first)
+        if engine_lookup is None:
+            diagnosis.findings.append(
+                problem(
+                    f"specdistill cannot start {ENGINES[engine].title} with this eval.lookup_first,"
+                    " an n-gram or suffix lookup that is tried before the draft",
+                    "change or remove eval.lookup_first, or choose another engine=",
+                )
             )
-        )
 
     # Decode a few prompts, unless the draft cannot be read or does not fit its target.
     if model and options.decode:
@@ -220,8 +225,9 @@ def _try_on_prompts(
         run, options.eval.suite, target, options.eval.num_prompts
     )
     if not is_known:
-        # Training may have simulated acceptance on another kind of text. So the acceptance on these
-        # prompts is not compared with the simulated one.
+        # `diagnosis.recorded` is the acceptance length that training estimated in an evaluation.
+        # The text of that evaluation may be of another kind than these prompts, so the acceptance
+        # on these prompts is not compared with it.
         diagnosis.recorded = None
         diagnosis.findings.append(
             warning(
@@ -382,8 +388,8 @@ def examine_native_layer(target: TargetFiles) -> Diagnosis:
         diagnosis.method = "mtp"
         diagnosis.findings.append(
             note(
-                "skipped decoding: specdistill does not decode with the layer in the target's own"
-                " checkpoint; engines do"
+                "skipped decoding: specdistill does not draft with the multi-token-prediction layer"
+                " in a target's own checkpoint; inference engines do"
             )
         )
     return diagnosis
@@ -453,9 +459,9 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         tensors: the draft's tensors, by name.
         config: the draft's config.json.
     """
-    # Building the model to look at its norms takes a while. So that is done only when a norm is all
-    # zeros, and only once.
-    adds_one_at = cache(lambda: find_norms_that_add_one(config))
+    # Find out which norms multiply by 1 + weight. For that the model is built, which takes a while.
+    # So it is done only when a norm is all zeros, and only once.
+    get_norms_that_add_one = cache(lambda: find_norms_that_add_one(config))
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             continue
@@ -465,11 +471,12 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         may_be_zero = name.endswith(".bias")
         if largest == 0 and "norm" in name and not may_be_zero:
             name_in_layer = LAYER.sub("", name.removesuffix(".weight"))
-            # A multi-token-prediction draft has norms around its layer, which are not among those
-            # of `adds_one_at`. They are of the same kind as the norms in the layer, so they count
-            # as norms that multiply by 1 + weight if any norm of `adds_one_at` does.
-            any_norm_adds_one = any(adds_one_at().values())
-            may_be_zero = adds_one_at().get(name_in_layer, any_norm_adds_one)
+            # A norm that the built model lacks is treated like the norms that it has: it counts as
+            # one that multiplies by 1 + weight if any of those does. The norms around the layer of
+            # a multi-token-prediction draft are an example.
+            adds_one_by_norm = get_norms_that_add_one()
+            any_norm_adds_one = any(adds_one_by_norm.values())
+            may_be_zero = adds_one_by_norm.get(name_in_layer, any_norm_adds_one)
         if largest == 0 and not may_be_zero:
             yield problem(
                 f"{name} is all zeros",
@@ -530,8 +537,8 @@ def find_loader_problems(
             )
     elif head is None:
         yield problem(
-            f"cannot check whether {engine.title} loads the draft: method {method} does not"
-            " describe the layout of its heads",
+            f"cannot check whether {engine.title} loads the draft: specdistill does not know how"
+            f" engines load drafts of method {method}",
             export_advice,
         )
     elif loader is None:
@@ -598,7 +605,8 @@ def check_acceptance(
     assert diagnosis.method is not None
 
     # Decode with as many draft tokens per round as in the evaluations of training. Without a
-    # history, take DEFAULT_STEPS, or fewer if the draft has a smaller sliding window.
+    # history, take DEFAULT_STEPS, but not more than the draft's sliding window: a draft must see
+    # all earlier draft tokens of its round.
     expected = diagnosis.recorded
     window = diagnosis.config.sliding_window if diagnosis.config else None
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
@@ -698,17 +706,17 @@ def _compare_with_training(
 
 
 def complete(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int
+    decoder: Decoder, prompts: Sequence[Sequence[int]], num_draft_tokens: int
 ) -> list[Generation]:
-    """Generate NUM_TOKENS tokens greedily after each prompt, and return the completions.
+    """Generate up to NUM_TOKENS tokens greedily after each prompt, and return the completions.
 
     Args:
         decoder: the target with a draft.
         prompts: the token ids of each prompt.
-        num_tokens: the most draft tokens of a round.
+        num_draft_tokens: the most draft tokens of a round.
     """
     return [
-        decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens)
+        decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_draft_tokens)
         for prompt in prompts
     ]
 
@@ -721,6 +729,10 @@ def compute_acceptance_length(
     Args:
         completions: the completions.
         num_tokens: draft tokens per round, which the result repeats.
+
+    Returns:
+        The acceptance length. The name of its class comes from training, which simulates it; here
+        it is counted.
     """
     emitted_per_round = []
     for completion in completions:

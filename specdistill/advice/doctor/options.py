@@ -30,8 +30,8 @@ class ExaminedTarget(Section):
 
     model: str | None = option(
         None,
-        "target of the draft: pico, a folder, a GGUF file or a Hub id; null: examine the draft"
-        " without a target",
+        "target of the draft: pico (a tiny built-in model), a folder, a GGUF file or a Hub id;"
+        " null: examine the draft without a target",
     )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", condition=TARGET_IS_GIVEN)

@@ -103,7 +103,7 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass, in units of the time that reading one byte takes.
+        """Return the cost of a forward pass, as the number of bytes that take as long to read.
 
         A pass takes as long as reading its weights and KV cache, or as its arithmetic if that takes
         longer. The arithmetic of a token is two operations for each parameter.
@@ -156,7 +156,7 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Estimate the time of a forward pass, in units of the time that reading one byte takes.
+        """Return the cost of a forward pass, as the number of bytes that take as long to read.
 
         A pass over one token takes as long as its reads. How much longer a pass over more tokens
         takes was measured for some numbers of tokens. Between two of these numbers the time is
@@ -376,9 +376,13 @@ def count_training_step(
 
 
 def can_hold_target(num_parameters: int) -> bool:
-    """Return whether to plan for this machine's CPU: there is no GPU, and memory is enough.
+    """Return whether this machine has no GPU, but enough memory to hold a target on its CPU.
 
-    The target's float32 weights may take at most half of the memory; the rest is for training.
+    Estimates are then made for this CPU. The target's float32 weights may take at most half of the
+    memory; the rest is for training.
+
+    Args:
+        num_parameters: parameters of the target.
     """
     return (
         not torch.accelerator.is_available()

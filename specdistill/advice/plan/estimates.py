@@ -471,16 +471,20 @@ def _count_draft_bytes(
     ).itemsize
 
     # In general all weights have this dtype. The exception is a layer for multi-token prediction in
-    # the checkpoint of a quantized target: a part of the layer's weights is quantized, too.
+    # the checkpoint of a quantized target: the layer's own weights are quantized, too.
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
-    # The embedding and the LM head are not quantized. `copied` counts both, and a step reads only
-    # one of the two. All other weights are quantized like the target's own layers.
-    tables = parts.copied / 2
-    return (
-        parts.parameters * target.converted_itemsize,
-        tables * itemsize + (parts.read - tables) * target.converted_itemsize,
-    )
+
+    # `parameters` counts the own weights of all such layers. A quantized weight takes
+    # `target.converted_itemsize` bytes on average.
+    all_bytes = parts.parameters * target.converted_itemsize
+
+    # A step reads one layer and the target's LM head, which is not quantized: `read` counts both.
+    # `copied` counts the target's two tables, embedding and LM head, which are equally large.
+    lm_head_parameters = parts.copied / 2
+    lm_head_bytes = lm_head_parameters * itemsize
+    layer_bytes = (parts.read - lm_head_parameters) * target.converted_itemsize
+    return all_bytes, lm_head_bytes + layer_bytes
 
 
 def _estimate_speed(
@@ -845,9 +849,9 @@ def find_recipe(
         own_recipes: the names of the recipes for models of the target's sizes.
 
     Returns:
-        The name and the keys of the recipe for this very target or its sizes. If there is none: the
-        name of the recipe for small targets, or else of the one for pico, and no keys. If there is
-        no recipe at all: None and no keys.
+        The name and the keys of the recipe that names the target or is for its sizes. If there is
+        none: the name of the recipe for small targets, or else of the one for pico, and no keys. If
+        there is no recipe at all: None and no keys.
     """
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
@@ -860,7 +864,7 @@ def find_recipe(
         if keys.get("method") == method:
             recipes[name] = keys
 
-    # Prefer the recipe of this very target, then the one of small targets, then the one of pico.
+    # Prefer a recipe made for this target, then the one of small targets, then the one of pico.
     for name, keys in recipes.items():
         if name in own_recipes or keys["target"]["model"] == target:
             return name, keys
@@ -974,9 +978,11 @@ def estimate_training_memory(
     """Estimate roughly how many bytes each part of training takes on one device.
 
     The device holds the target's weights, and in float32 the draft with its gradients and AdamW's
-    state. Activations are assumed to be 28H + 4I bfloat16 numbers per layer, token and drafted
-    position, where H is the hidden size and I the MLP's width. These factors were counted in
-    EAGLE-3 heads. The logits of one block of the loss are added.
+    state. Many drafts also use the target's embedding and LM head, of which training holds a copy
+    in float32 that it does not change: the frozen tables. Activations are assumed to be 28H + 4I
+    bfloat16 numbers per layer, token and drafted position, where H is the hidden size and I the
+    MLP's width. These factors were counted in EAGLE-3 heads. The logits of one block of the loss
+    are added.
 
     Args:
         parts: the parameters of the draft.

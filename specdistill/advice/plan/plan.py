@@ -256,11 +256,12 @@ def recommend_method(
 ) -> dict[str, str | None]:
     """Recommend the method to start with, and the commands to start it.
 
-    A shipped recipe for models of the target's sizes comes first. Without one, n-gram lookup, which
-    needs no training, is recommended unless a draft has a higher estimated speedup. Drafts are
-    preferred in this order:
+    If recipes that promise a speedup are shipped for models of the target's architecture and sizes,
+    the best of them is recommended, unless the user named an existing draft. In all other cases,
+    the best draft is recommended if its estimated speedup is higher than that of n-gram lookup,
+    which needs no training. Otherwise the lookup is. Drafts are preferred in this order:
     - multi-token-prediction layers that come with the target;
-    - existing drafts, and drafts with a recipe for this very target;
+    - existing drafts, and drafts with a recipe made for this target (by its name or its sizes);
     - drafts that can be trained on one machine;
     - drafts with a higher estimated speedup.
 
@@ -270,18 +271,21 @@ def recommend_method(
         budget: the memory of one device that serves the target without a draft; None if not known.
 
     Returns:
-        `method`: the name of the method. `recipe`: the shipped recipe for these sizes. `reason`: a
-        sentence. `start`: the commands that train or measure it. `lookup`: the command that
-        measures n-gram lookup. `alternatives`: other recipes and methods, in words. `generated`: if
-        a shipped recipe is recommended, the commands of the best draft without one. Each is None if
-        there is none.
+        These keys, whose value is None if there is no such thing:
+        - `method`: the name of the method;
+        - `recipe`: the shipped recipe for these sizes;
+        - `reason`: a sentence;
+        - `start`: the commands that train or measure it;
+        - `lookup`: the command that measures n-gram lookup;
+        - `alternatives`: other recipes and methods, in words;
+        - `generated`: if a `recipe` is recommended, the commands for the best draft without one.
     """
     # In any case, recommend to measure n-gram lookup, because it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
     suite = _find_suite(rows, target)
     lookup_command = _format_eval_command(lookup, target, budget, suite)
 
-    # A recipe for this very target comes before commands that are put together from estimates.
+    # A recipe for the target's sizes comes before commands that are put together from estimates.
     # `generic` is the best row without such a recipe.
     recipe_rows = _list_recipe_rows(rows, target)
     others = [row for row in rows if row not in recipe_rows]
@@ -394,9 +398,9 @@ def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -
     if has_native_layer:
         drafts.sort(key=lambda row: not METHODS[row.method].in_target)
 
-    # The best draft must promise more than the lookup, which needs no training. Compare the middles
-    # of the estimated speedups. A layer that comes with the target needs no training either, so
-    # for it the high ends are compared.
+    # The best draft must promise more than the lookup, which needs no training. In general the
+    # middles of the estimated speedups are compared. A layer that comes with the target needs no
+    # training either, so it is enough if its best case is better: the high ends are compared.
     get_promise = attrgetter("high.speedup" if has_native_layer else "middle")
     if drafts and get_promise(drafts[0]) > get_promise(lookup):
         return drafts[0]
@@ -468,7 +472,10 @@ def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool,
 
 
 def _is_own(row: PlanRow, target: TargetFacts) -> bool:
-    """Return whether a row's recipe was made for this very target, or for one of its sizes."""
+    """Return whether a row's recipe was made for this target.
+
+    Such a recipe names the target, or was made for models of its architecture and sizes.
+    """
     return row.recipe is not None and (
         row.recipe in target["recipes"]
         or bool(read_recipe(row.recipe)["target"]["model"] == target["model"])
@@ -649,19 +656,23 @@ def _format_training_commands(
 def _list_target_keys(recipe: str, target: TargetFacts) -> dict[str, object]:
     """Return the keys that set another target than the one that a shipped recipe names.
 
-    They are empty if the recipe names this target.
+    They are empty if the recipe names this target. The recipe is one for models of the target's
+    architecture and sizes.
     """
     settings = read_recipe(recipe)["target"]
     if settings["model"] == target["model"]:
         return {}
 
-    # A recipe that names no target cannot train on quantized weights, such as those on the Hub. A
-    # revision in the recipe belongs to another target, so `null` removes it.
-    is_refused = settings["model"] == REQUIRED_MARK and target["quantization"]
-    unpinned = "null" if "revision" in settings else None
+    # Such a recipe names no target if the model's weights on the Hub are quantized in a format that
+    # cannot be trained on. The user then has to save a quantized target in bfloat16 first, and to
+    # put the folder of this copy in the place of BFLOAT16_TARGET.
+    needs_copy = settings["model"] == REQUIRED_MARK and target["quantization"]
+
+    # A revision in the recipe belongs to another target, so `null` removes it.
+    no_revision = "null" if "revision" in settings else None
     return {
-        "target.model": BFLOAT16_TARGET if is_refused else target["model"],
-        "target.revision": unpinned if is_refused else target["revision"] or unpinned,
+        "target.model": BFLOAT16_TARGET if needs_copy else target["model"],
+        "target.revision": no_revision if needs_copy else target["revision"] or no_revision,
     }
 
 

@@ -56,7 +56,7 @@ def read_model_config(
 
     Args:
         name: `pico`, a folder, a GGUF file or a Hub id.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         revision: the branch, tag or commit of a Hub id; None for the default branch.
         trust_remote_code: whether the repository's own code may be run.
 

@@ -369,8 +369,10 @@ def _estimate_disk_bytes(
     num_checkpoints = min(num_saves, arguments.save_total_limit or num_saves)
     checkpoint_bytes = num_checkpoints * CHECKPOINT_BYTES * planned.parts.parameters
 
-    # In hybrid mode the hidden states of all tokens are stored, up to the limit of the store. An
-    # offline store is on disk already, and without a store nothing is written.
+    # Of the modes of a recipe's section `hidden_states`, only `hybrid` takes disk space during the
+    # training: it stores the target's hidden states of all tokens, up to `max_bytes`. In `offline`
+    # they are on disk already. In `online`, and without this section, none are stored. `features`
+    # is the number of hidden states that the method reads for each token.
     store = getattr(recipe, "hidden_states", None)
     stored_bytes = 0
     if store is not None and store.mode == "hybrid":

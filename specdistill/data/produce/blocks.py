@@ -83,7 +83,8 @@ class Block(NamedTuple):
             return selected, 0, 1
 
         # There are fewer rows than blocks, so each block gets one row: row r goes to the blocks r,
-        # r + len(order), r + 2 len(order), …, which share it.
+        # r + len(order), r + 2 len(order), …, which share it. `num_sharing` counts these blocks,
+        # whose numbers are below num_blocks: -(-a // b) is a / b, rounded up.
         row = self.number % len(order)
         place_among_sharing = self.number // len(order)
         num_sharing = -(-(self.num_blocks - row) // len(order))
@@ -144,7 +145,8 @@ class AnswerFile:
         path: the file.
         plan: the hash of the recipe's plan. Answers of another plan, and a line that a kill cut
             short, are removed from the file.
-        added: called with new answers, and the bytes that they take in the file.
+        on_added: called after each addition, with the new answers and the bytes that they take in
+            the file.
 
     Attributes:
         turns: the assistant's turns of each task, by the task's name.
@@ -154,10 +156,10 @@ class AnswerFile:
         self,
         path: Path,
         plan: str,
-        added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None,
+        on_added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None,
     ):
         self.path = path
-        self._added = added
+        self._on_added = on_added
         self._head = json.dumps({"plan": plan, "version": VERSION}).encode()
         self.turns: dict[str, list[Answer]] = {}
         self._lock = Lock()
@@ -216,4 +218,5 @@ class AnswerFile:
                 self._file.truncate(start)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.turns |= answers
-            self._added(list(chain.from_iterable(answers.values())), len(line))
+            new_answers = list(chain.from_iterable(answers.values()))
+            self._on_added(new_answers, len(line))

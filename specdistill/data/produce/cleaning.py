@@ -63,7 +63,7 @@ class SuiteIndex:
 
     def __init__(self, suites: Iterable[Suite]) -> None:
         # The n-grams ("pieces") by their first MAX_SHORT_WORDS words, so that few of them have to
-        # be compared at each word of a row. A piece with fewer words is found by all of its words.
+        # be compared at each word of a row. The key of a piece with fewer words is the whole piece.
         self.pieces: dict[WordTuple, dict[WordTuple, str]] = {}
         for suite in suites:
             for row in suite.rows:
@@ -95,9 +95,10 @@ class SuiteIndex:
             else [message["content"] or "" for message in row["messages"] or ()]
         )
 
-        # `self.pieces` has the sequences of words to look for, by their first MAX_SHORT_WORDS
-        # words. Look up the words at each position of the text. Every position has MAX_SHORT_WORDS
-        # words left, so a piece of fewer words is only found if it is the whole text.
+        # `self.pieces` has the sequences of words to look for. Its keys are their first
+        # MAX_SHORT_WORDS words, or all words of a shorter sequence. Look up each MAX_SHORT_WORDS
+        # consecutive words of the text. A text with fewer words is looked up as a whole, so a
+        # shorter sequence is only found if it is the whole text.
         for text in texts:
             words = tuple(split_words(text))
             for start in range(max(1, len(words) - MAX_SHORT_WORDS + 1)):

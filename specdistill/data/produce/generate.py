@@ -186,7 +186,8 @@ class BlockOutput:
         advance: moves the progress bar; called with the number of new tokens.
         rows: documents with BLOCK_COLUMNS.
         counts: how many answers were kept and filtered.
-        num_wanted: tokens that the streams answered so far have to give.
+        num_wanted: how many tokens there should be at the end of the current stream of tasks. The
+            share MIN_FILL of them is enough.
         tokens: tokens that were generated and kept.
         num_empty_tasks: tasks in a row of which no answer was kept.
     """
@@ -246,8 +247,8 @@ class BlockOutput:
             rule = max(examples, key=lambda name: self.counts.filtered[name])
             raise UserError(
                 "data.regenerate.filter",
-                got=f"rules that dropped {MAX_EMPTY_TASKS} answers in a row, most often the rule"
-                f" {rule}, e.g. {examples[rule][:80]!r}",
+                got=f"rules that dropped {MAX_EMPTY_TASKS} answers in a row; the rule `{rule}`"
+                f" dropped the most answers, for example {examples[rule][:80]!r}",
                 expected="rules that keep some of the answers",
             )
 
@@ -275,11 +276,14 @@ def generate_block(
     """
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
-            # Divide the tokens that are left among the streams that still have tasks.
-            # `output.num_wanted` is how many tokens there should be after the current stream. The
-            # share MIN_FILL of them is enough: with MIN_FILL = 0.995, 995 tokens count as 1,000. So
-            # `output.tokens` is divided by MIN_FILL. `output.num_missing` is 0 if there are enough.
-            num_left = num_tokens - output.tokens / MIN_FILL
+            # Divide the tokens that are left among the streams that still have tasks. The share
+            # MIN_FILL of the wanted tokens is enough (see `output.num_missing`), so the tokens so
+            # far count as somewhat more: with MIN_FILL = 0.995, 995 tokens count as 1,000.
+            num_counted = output.tokens / MIN_FILL
+            num_left = num_tokens - num_counted
+
+            # `output.num_wanted` begins with the counted tokens, that is, `num_tokens` without the
+            # tokens that are left. It rises by the share of each stream, up to `num_tokens`.
             output.num_wanted = num_tokens - num_left
             total_share = sum(stream.share for stream in remaining)
             for stream in remaining:
@@ -493,7 +497,9 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
     rules: Rules = {name: RULES[name] for name in names}
 
     # Special tokens in the middle of an answer break a rule, except the special tokens around
-    # reasoning and tool calls (`find_inner_ids`). Without rules, these need not be found.
+    # reasoning and tool calls. `find_inner_ids` finds these exceptions, which are only needed if
+    # there are rules. The `ServerTokenizer` only decodes answers here, whether of servers or of the
+    # model in this process, so its chat template needs no arguments.
     decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, template={})
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 

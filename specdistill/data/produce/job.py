@@ -198,7 +198,11 @@ class Job:
         """
         check_row_set(self.config, self.target)
         check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")
+
+        # If the folder of the row set exists, it may hold only files of a row set. PART matches the
+        # names of such files.
         check_holds(self.folder, "data.rows", "a row set", PART.fullmatch)
+
         settings = self.config.regenerate
         max_length = self.config.max_length
         if isinstance(settings, Regeneration) and settings.prompt_tokens >= max_length:

@@ -233,9 +233,11 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
     if not len(documents):
         raise UserError(
             "data.max_length",
-            got=f"{job.config.max_length}, which is too short for every prompt of data.source",
-            expected=f"texts of {job.config.generation.prompt_tokens} tokens or more"
-            " (data.regenerate.prompt_tokens), or questions of at most half of data.max_length",
+            got=f"{job.config.max_length}, but no row of data.source gives a prompt",
+            expected=f"texts of at least {job.config.generation.prompt_tokens} tokens (or a smaller"
+            " data.regenerate.prompt_tokens), or conversations whose prompts have at most"
+            f" {job.config.max_length // 2} tokens, half of data.max_length (or a larger"
+            " data.max_length)",
         )
 
     # Warn if the sources had too few prompts for the number of tokens that the recipe asks for.
@@ -395,7 +397,8 @@ def _collect_from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], lis
         read_array(documents, name) for name in ("is_text", "source", "row", "hash")
     )
 
-    # Leave out the documents that cannot be packed. Conversations may not be cut any further.
+    # Leave out the documents that cannot be packed. Only texts may be cut to the length of a row:
+    # `_encode_source` has cut long conversations at their turns already.
     filtered = Counter(counts)
     source_names = ", ".join(list_source_names(config.source))
     indices = select_usable(

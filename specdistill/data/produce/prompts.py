@@ -143,8 +143,8 @@ def make_chat_prompts(
             prompts are for.
         rows: rows of a source. Rows that are texts are skipped.
         filtered: counts by reason, to which this function adds. `long_prompt`: prompts that were
-            left out. `follow_up`: turns that come after another turn without content; only servers
-            can generate these.
+            left out. `follow_up`: turns that are lost without servers, because another turn before
+            them must be generated first.
     """
     config = plan.config
     is_served = isinstance(config.regenerate, ServerRegeneration)
@@ -159,8 +159,10 @@ def make_chat_prompts(
             else:
                 filtered["long_prompt"] += 1
 
-            # The messages may contain turns of the assistant without content, which are yet to be
-            # generated. Only servers generate the turns after the first of them.
+            # Turns of the assistant without content are yet to be generated, and so is the turn
+            # after these messages. Only servers generate all of them, one after the other. The
+            # model in this process generates only the first. So it loses one turn for each turn
+            # without content: in [user, empty, user], the second answer.
             num_follow_ups = sum(map(is_unanswered, messages))
             if num_follow_ups and not is_served:
                 filtered["follow_up"] += num_follow_ups

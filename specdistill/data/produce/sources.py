@@ -378,8 +378,8 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
     # Rows also depend on the keys that select and convert them, and on the chat template, against
-    # which each row is checked: with the arguments of the template if answers are generated, and
-    # with the loss mask otherwise.
+    # which each row is checked. If answers are generated, this check depends on the template's
+    # arguments; otherwise it depends on the loss mask.
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     generates = config.regenerate.num_tokens > 0
     inputs = [
@@ -565,9 +565,9 @@ def normalize_row(
         if len(instances) > 1:
             raise UserError(
                 where,
-                got=f"{len(instances)} instances",
-                expected="one instance; give each instance a row of its own",
-                kind="several instances in a row",
+                got=f"{len(instances)} entries in `instances`",
+                expected="one entry (an input with its output); give each entry a row of its own",
+                kind="several entries in `instances`",
             )
         present |= instances[0]
 
@@ -906,9 +906,11 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
     if unread_masks and "loss_mask" not in row:
         raise UserError(
             where,
-            got=f"{TOKENS} with a column {unread_masks[0]} that is not read",
-            expected="a loss_mask of 0 and 1 (data.columns={input_ids: input_ids, loss_mask: …}),"
-            " or data.columns={input_ids: input_ids} for loss on all tokens",
+            got=f"{TOKENS} with a column {unread_masks[0]}, which looks like a loss mask but is not"
+            " read",
+            expected="a loss_mask of 0 and 1 (data.columns={input_ids: input_ids, loss_mask: NAME}"
+            " reads the column NAME), or data.columns={input_ids: input_ids} to ignore the column"
+            " and put loss on all tokens",
         )
 
     # Check the ids and the mask: lists of integers of equal lengths, with ids in the vocabulary and
@@ -951,14 +953,15 @@ def _convert_to_integers(values: object) -> object:
 def _has_json_within(feature: object) -> bool:
     """Return whether a column has lists of objects in which some key has values of several types.
 
-    datasets gives such a key the type Json, and parses its texts: an answer "2" becomes the number
-    2. The caller reads these columns again, with the type Json for the objects as a whole, so that
-    texts stay texts.
+    datasets gives such a key the type Json. It then takes a text such as "2" for JSON, and reads
+    the number 2. The caller reads these columns again, with the type Json for each object as a
+    whole: within the JSON of an object, {"content": "2"}, a text keeps its quotes.
 
     Args:
         feature: the type that datasets found for the column.
     """
-    # The type is a list, whose items are dicts, and somewhere within it is the type Json.
+    # The type must be a list of dicts, with the type Json somewhere within it: the `repr` of a type
+    # contains the `repr` of each type within it.
     return (
         isinstance(feature, List)
         and isinstance(feature.feature, dict)

@@ -304,9 +304,10 @@ def _render_turn(
         is_checked: check that the template does not change the turn.
 
     Returns:
-        The text, and the characters [start, end) of the last turn. If the template renders the
-        earlier messages differently once the turn follows them, the text is the prompt that the
-        target read, followed by the turn.
+        The rendered text, and the characters [start, end) of the last turn. Some templates render
+        the earlier messages differently once the turn follows them: that of gpt-oss drops the
+        reasoning before a final answer. The text is then the prompt that the target read, followed
+        by the turn.
 
     Raises:
         UserError: with `is_checked`, for a template that changes the content of the turn.
@@ -315,8 +316,8 @@ def _render_turn(
     rendered = render_chat(tokenizer, messages, where=where, tools=tools)
     start = 0
     if before:
-        # Render the earlier messages with the opening of the assistant's turn (the prompt from
-        # which the target generated the turn), and without it.
+        # Render the earlier messages with the opening of the assistant's turn (`prompt`, from which
+        # the target generated the turn), and without it (`rendered_before`).
         prompt = render_chat(tokenizer, before, generation_prompt=True, where=where, tools=tools)
         rendered_before = render_chat(tokenizer, before, where=where, tools=tools)
         follows_before = _has_prefix(rendered, rendered_before)
@@ -328,8 +329,9 @@ def _render_turn(
             start = max(start, len(rendered_before.rstrip()))
 
         # If the text begins neither with the prompt nor with the earlier messages, the template
-        # renders those differently once the turn follows them. The document is then the whole
-        # prompt, followed by the rendered turn. MARKER shows where the content of the turn begins.
+        # renders those differently once the turn follows them, for example without their reasoning.
+        # The document is then the whole prompt, followed by the rendered turn. MARKER shows where
+        # the content of the turn begins.
         if start < len(prompt) and not follows_before:
             opening = prompt.removeprefix(rendered_before)
             marked = render_chat(tokenizer, [*before, _mark_turn(turn)], where=where, tools=tools)

@@ -376,9 +376,10 @@ def _check_loss(encoded: Document, text: str, where: str) -> Document:
     if num_marked in (0, num_tokens):
         raise UserError(
             where,
-            got=f"{num_marked} of {num_tokens} tokens that carry loss in {shorten_text(text)!r}",
-            expected="loss on the assistant's tokens, and other tokens without loss (or"
-            " data.loss_mask=all)",
+            got=f"a conversation with loss on {'none' if num_marked == 0 else 'all'} of its"
+            f" {num_tokens} tokens, {shorten_text(text)!r}",
+            expected="loss on the assistant's tokens only, so neither on none nor on all (or"
+            " data.loss_mask=all for loss on all tokens)",
             kind=UNLEARNED if num_marked == 0 else ALTERED,
         )
     return encoded

@@ -115,7 +115,7 @@ def select_usable(
     if not len(indices):
         raise UserError(
             "data.source",
-            got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens, and no longer ones",
+            got=f"{len(lengths)} rows, all of fewer than {MIN_TOKENS} tokens",
             expected=f"some rows of {MIN_TOKENS} or more tokens",
         )
 

@@ -139,7 +139,7 @@ class RowSetSpec(Record):
         """
         tokenizer = target.tokenizer
         return cls(
-            target=target.weights,
+            target=target.weights,  # a hash of the weights
             tokenizer=hash_tokenizer(tokenizer),
             chat_template=tokenizer.chat_template,
             **config.model_dump(include={"max_length", "packing", "loss_mask"}),

@@ -56,7 +56,7 @@ from specdistill.data.rows.packing import PADDING_DOCUMENT, collate
 from specdistill.recipe.fields import format_value
 from specdistill.serving.engines.server import POLL_SECONDS, Server
 
-KEY = "hidden_states.path"  # the recipe key that errors name
+KEY = "hidden_states.path"  # the recipe key to name in errors
 # The file name of a shard; the group is the total number of shards.
 SHARD = re.compile(r"\d{6}-of-(\d{6})\.safetensors")
 STAGING_DIR = ".part"  # folder of shards that are being written
@@ -430,8 +430,9 @@ class FeatureStore:
             UserError: if the store lacks a row, or if a shard is missing, damaged or of another
                 origin. The error names the shard.
         """
-        # Each shard's name contains the total number of shards (000000-of-000002.safetensors), so
-        # the names of all shards follow from any one of them.
+        # Each shard's name contains the number of all shards that were planned together
+        # (000000-of-000002.safetensors), so one name says which others must be there. If the folder
+        # has names with different numbers, all shards of each number must be there.
         matches = [SHARD.fullmatch(path.name) for path in folder.glob("*")]
         totals = {int(match[1]) for match in matches if match}
         if not totals:
@@ -516,17 +517,22 @@ def take_hidden_states(
 ) -> Tensor:
     """Read the hidden states that a vLLM server wrote to a file, and remove or move the file.
 
+    The server either read a document that the caller sent, or generated an answer to a prompt. The
+    file of a document is removed, because the caller uses its hidden states at once. The file of an
+    answer waits in a folder until a row needs its hidden states.
+
     Args:
-        path: the file that the server named in its answer.
-        ids: the tokens that the hidden states are of.
+        path: the file that the server named in its response.
+        ids: the tokens of the document, or of the prompt and the answer. The last token of an
+            answer is left out, because the target has not read it.
         server: the server.
-        folder: None to remove the file. Otherwise the file is moved to this folder, where it waits
-            until a row needs its hidden states. A file of the prompt alone is removed in any case.
-        prompt: for generated answers, the tokens of the prompt. A server that does not support
-            OUTPUT_STATES_REQUEST writes the hidden states of the prompt alone.
+        folder: the folder where files of answers wait; None for a document.
+        prompt: the tokens of the prompt; none for a document. A server that does not support
+            OUTPUT_STATES_REQUEST writes the hidden states of the prompt alone. This is no error,
+            but such a file is of no use, and is removed.
 
     Returns:
-        The hidden states [L, layers, D] of L tokens, with the target's hidden size D.
+        The hidden states [L, layers, D] of the L tokens in the file. D is the target's hidden size.
 
     Raises:
         ResourceError: if the file is missing, unreadable or of other tokens, or if the server does
@@ -540,7 +546,8 @@ def take_hidden_states(
     file_token_ids = tensors["token_ids"].tolist() if is_complete else []
     if not file_token_ids or file_token_ids not in (ids, prompt):
         raise ResourceError(
-            f"{server.address} named {path}, which holds the hidden states of another prompt",
+            f"{server.address} answered with the file {path}, which holds the hidden states of"
+            " another prompt",
             next_step="look at the server's log",
         )
 

@@ -89,7 +89,10 @@ def list_lookups(
             raise UserError(
                 "lookup_first_each",
                 got="a lookup in front of a draft that has a tree in trees_each",
-                expected="null in trees_each, and the tree in draft_tree of the lookup",
+                expected=(
+                    "null for this draft in trees_each, and its tree in its lookup, for example"
+                    " lookup_first_each=[{draft_tree: {branching: [2, 2]}}, null]"
+                ),
             )
         if lookup:
             lookup.check(options, draft_settings.num_speculative_tokens)

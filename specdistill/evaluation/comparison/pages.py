@@ -282,6 +282,8 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
     """
     # The numbers come from the report's first row, which is about the whole suite, from the cost
     # model in the report (theory), and from the ranking. A method without weights has no training.
+    # `c` is the cost of drafting a token and `v` that of verifying a round, both in steps of plain
+    # decoding. `first` is the share of drafts whose first token was accepted.
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]

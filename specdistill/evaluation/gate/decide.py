@@ -780,14 +780,14 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         estimate: the relative change and its interval.
 
     Returns:
-        The verdict, the reason, and two numbers for `_estimate_prompts_needed`. With more prompts
-        the interval narrows, which decides an inconclusive rule. The numbers are the end of the
-        interval that has to move for this, and the value that this end has to reach.
+        The verdict, the reason, `open_end` and `edge`. More prompts would narrow the interval. An
+        inconclusive rule is decided once the end `open_end` of the interval has moved to the value
+        `edge`.
     """
     # Turn the interval of the change into an interval of the loss, which is positive if the metric
     # became worse: `loss_sign` is the sign of such a change. E.g. if higher is better, a change of
-    # -3 % to +1 % is a loss of -1 % to 3 %. A value without an interval counts as an interval of
-    # length 0.
+    # -3 % to +1 % is a loss of -1 % to 3 %. Multiplying by `loss_sign` also turns a loss back into
+    # a change. A value without an interval counts as an interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     loss_sign = -1 if METRICS[rule.metric].better == "higher" else 1
@@ -826,9 +826,9 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         estimate: the value and its interval.
 
     Returns:
-        The verdict, the reason, and two numbers for `_estimate_prompts_needed`. With more prompts
-        the interval narrows, which decides an inconclusive rule. The numbers are the end of the
-        interval that has to move for this, and the value that this end has to reach.
+        The verdict, the reason, `open_end` and `edge`. More prompts would narrow the interval. An
+        inconclusive rule is decided once the end `open_end` of the interval has moved to the value
+        `edge`.
     """
     # For `max`, change the sign of all numbers, so that the rule is decided like one with `min`: x
     # is at most 5 if -x is at least -5. A value without an interval counts as an interval of

@@ -290,14 +290,16 @@ def _plan_requests(
     """
     use_template(tokenizer, recipe)
     task = ServerTask.from_config(recipe.eval, suite, tokenizer, max_length)
-    # A prompt that is in no cluster counts as a cluster of its own.
+    # Prompts of one cluster, such as the turns of a conversation, are not independent, so they
+    # count as a single prompt. A prompt without a cluster is a cluster of its own.
     print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
     return task
 
 
 def _describe_lookup(recipe: Recipe) -> dict[str, object]:
     """Return the settings of the lookup that an engine was started with, for the report."""
-    # An engine looks n-grams up by its own rule, also where the recipe has the default one.
+    # `rule` says which match of an n-gram is continued. The recipe may have the default rule, but
+    # an engine always follows its own. So the report names the engine as the rule.
     lookup_settings = dict(vars(getattr(recipe.eval, recipe.method)))
     if "rule" in lookup_settings:
         lookup_settings["rule"] = recipe.eval.engine

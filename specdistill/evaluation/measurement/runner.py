@@ -234,11 +234,13 @@ def _measure_loaded(
         vocab_size=target.vocab_size,
     )
 
-    # Before anything is measured, print how small a change these prompts can detect. A prompt that
-    # is in no cluster counts as a cluster of its own. Then fail if prompts are to be decoded in
-    # batches, but target or draft cannot do that.
+    # Before anything is measured, print how small a change these prompts can detect. Prompts of one
+    # cluster, such as the turns of a conversation, are not independent, so they count as a single
+    # prompt. A prompt without a cluster is a cluster of its own.
     if is_first():
         print_power_analysis([prompt.cluster or prompt.id for prompt in plans[0].prompts])
+
+    # Fail if prompts are to be decoded in batches, but target or draft cannot do that.
     if any(plan.settings.batch_size > 1 for plan in plans):
         Decoder(target, proposer).check_batches()
 

@@ -234,10 +234,12 @@ def build_theory(
 
     Args:
         row: the report's row of the whole suite.
-        costs: the costs of rounds timed at K' up to K. Only the ratios between them are used.
+        costs: the costs of rounds timed at K' up to K. Only the ratios between them are used, to
+            scale the measured cost at K.
         passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
         depends_on_width: whether the acceptance of a token depends on K (as for some block
-            drafters). Then acceptance is known at K only, and the curve has no other K'.
+            drafters). Then acceptance is known at K only. So `curve`, the list of predictions, has
+            none for K' between 0 (plain decoding) and K.
 
     Returns:
         The section `theory` of the report; None if the row lacks a number that the model needs, for
@@ -262,7 +264,7 @@ def build_theory(
     cost = RoundCost(k, row["verify_ms"], draft_ms)
 
     # Predict the speedup at each K' that was timed. If acceptance depends on K, it is known at K
-    # only, so no shorter draft can be predicted.
+    # only, so no smaller K' can be predicted.
     shorter = () if depends_on_width else costs
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, shorter
@@ -309,9 +311,7 @@ def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) ->
         if bounds:
             macro[f"{name}_ci95"] = list(bounds)
 
-    macro["average"] = (
-        f"macro over {len(category_rows)} categories, each a micro-average over its rounds"
-    )
+    macro["average"] = f"mean of the {len(category_rows)} categories (macro-average)"
 
     # The micro-average: the numbers of the suite's row, where every round counts the same.
     suite_row = rows[0]
@@ -320,7 +320,10 @@ def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) ->
         for key in (name, f"{name}_ci95"):
             if key in suite_row:
                 micro[key] = suite_row[key]
-    micro["average"] = f"micro over {suite_row['num_new_tokens']} tokens of {len(records)} prompts"
+    micro["average"] = (
+        f"all {suite_row['num_new_tokens']} tokens of {len(records)} prompts together"
+        " (micro-average)"
+    )
     return {**macro, "micro": micro}
 
 
@@ -356,6 +359,8 @@ def _compute_row_numbers(
         row["num_looping"] = sum(map(is_looping, records))
     if num_timed_by_hf:
         row["hf_generate_num_prompts"] = num_timed_by_hf
+    # The first token of a completion comes from the prefill, before any round. So a completion that
+    # ends with its first token counts as empty.
     row = {
         **row,
         "num_empty": int((sums["num_tokens"] <= 1).sum()),

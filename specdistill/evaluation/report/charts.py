@@ -102,7 +102,8 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
         if width > 4 * LETTER and y.start - top > 20:
             elements.append(_draw_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
         if conditional is not None:
-            elements.append(_draw_dot(centre, y(conditional), 4.5, "paper", "mine"))
+            # "paper" (the background) and "mine" (an orange) are colours of the style sheet.
+            elements.append(_draw_dot(centre, y(conditional), 4.5, fill="paper", stroke="mine"))
         # If the slots are narrow, only every fourth position is labelled.
         name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
         elements.append(_draw_text(centre, y.start + 17, name, anchor="middle"))
@@ -233,14 +234,15 @@ def _draw_lines(
 
 
 def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
-    """Return the SVG of a chart of the speedup against K', the number of draft tokens per round.
+    """Return the SVG of a chart of the speedup against K, the number of draft tokens per round.
 
-    The chart shows the predicted speedup, the measured ones with their intervals, and a ceiling:
-    the speedup of a draft that takes no time, which equals the acceptance length.
+    The chart shows the speedup that is predicted for each K, the measured ones with their
+    intervals, and a ceiling: the speedup of a draft that takes no time, which equals the acceptance
+    length.
 
     Args:
         theory: the report's section `theory` with the predictions; None if nothing was drafted.
-        rows: rows of the report that differ only in K.
+        rows: rows of the report, one for each measured K; they differ only in K.
 
     Returns:
         The chart. None if there is no prediction and only one K was measured.
@@ -250,7 +252,7 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
         return None
 
     # Collect the values to draw: the predicted curve, the ceiling by K, and the measured intervals.
-    # A predicted curve begins at K' = 0, where the ceiling is 1. Without a curve, add this point.
+    # A predicted curve begins at K = 0, where the ceiling is 1. Without a curve, add this point.
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
     for row in rows:
@@ -258,7 +260,7 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
             ceiling[row["num_speculative_tokens"]] = row["mean_acceptance_length"]
     intervals = [_read_interval(row, "speedup") for row in measured_rows]
 
-    # Set the scales: K' from 0 to the longest draft, and a range of speedups with room for every
+    # Set the scales: K from 0 to the longest draft, and a range of speedups with room for every
     # value. The keys of `ceiling` are draft lengths, so its `max` is the longest one.
     height = 260
     measured_ks = [row["num_speculative_tokens"] for row in measured_rows]
@@ -291,15 +293,15 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
 
 
 def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
-    """Return the axes of a chart over K', with a dashed line at speedup 1 for plain decoding.
+    """Return the axes of a chart over K, with a dashed line at speedup 1 for plain decoding.
 
     Args:
-        x: the scale of the horizontal axis, K' -> coordinate.
+        x: the scale of the horizontal axis, K -> coordinate.
         y: the scale of the vertical axis, speedup -> coordinate.
-        longest: the largest K', the number of draft tokens per round.
+        longest: the largest K, the number of draft tokens per round.
     """
     elements = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
-    # Label every K', or if there are more than 13, every second or third one and so on.
+    # Label every K, or if there are more than 13, every second or third one and so on.
     ks = range(0, longest + 1, 1 + longest // 13)
     elements += [_draw_text(x(k), y.start + 17, k, anchor="middle") for k in ks]
     plain = _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
@@ -309,10 +311,10 @@ def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
 def _draw_predicted_curve(
     x: Scale, y: Scale, curve: Sequence[Mapping[str, float]], best_k: int | None
 ) -> list[Markup]:
-    """Return the curve of predicted speedups, with a dot at each K' and a larger one at the best K.
+    """Return the curve of predicted speedups, with a dot at each K and a larger one at the best K.
 
     Args:
-        x: the scale of the horizontal axis, K' (draft tokens per round) -> coordinate.
+        x: the scale of the horizontal axis, K (draft tokens per round) -> coordinate.
         y: the scale of the vertical axis, speedup -> coordinate.
         curve: the points of the prediction, each with `k` and `predicted_speedup`.
         best_k: the K with the highest predicted speedup; None if there is no prediction.
@@ -339,9 +341,12 @@ def _draw_measured_speedup(
     """
     low, high = interval
     dot_x = x(row["num_speculative_tokens"])
+    dot_y = y(row["speedup"])
+    label = format_speedup_at_k(row)
+    # "mine" (an orange) and "paper" (the background) are colours of the style sheet.
     return [
-        _draw_line(dot_x, y(low), dot_x, y(high), "mine", stroke_width=2),
-        _draw_dot(dot_x, y(row["speedup"]), 4.5, "paper", "mine", format_speedup_at_k(row)),
+        _draw_line(dot_x, y(low), dot_x, y(high), colour="mine", stroke_width=2),
+        _draw_dot(dot_x, dot_y, 4.5, fill="paper", stroke="mine", title=label),
     ]
 
 
@@ -466,11 +471,10 @@ def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
 
     The lower bound is not negative. For example, values from 1.23 to 1.58 give 1.1 and 1.7.
     """
-    # Going one tenth further than needed keeps dots off the border, also for values that are
-    # tenths themselves. `int` rounds down. So the upper bound, which is rounded up, first gets
-    # almost a tenth (0.999) for rounding, and the tenth (1) of room.
+    # Count in tenths. One tenth of room (- 1, + 1) keeps dots off the border, also for values that
+    # are tenths themselves. `int` rounds down; with 0.999 added, it rounds up.
     lower = int(min(values) * 10 - 1) / 10
-    upper = int(max(values) * 10 + 1.999) / 10
+    upper = int(max(values) * 10 + (0.999 + 1)) / 10
     return max(0.0, lower), upper
 
 

@@ -124,8 +124,8 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
         raise UserError(
             key,
             got=(
-                f"{folder}, which has a file {existing_names[0]}, but no {names[0]} from"
-                " specdistill"
+                f"{folder}, whose file {existing_names[0]} specdistill did not write (there is no"
+                f" {names[0]} with a specdistill_version)"
             ),
             expected="a new folder, so that no foreign file is overwritten",
         )
@@ -294,10 +294,11 @@ def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             definition_name = field["$ref"].rpartition("/")[2]
             field = build_schema()["$defs"][definition_name]
 
-        # Skip what a rule cannot test: numbers at the top level, which describe the file, and the
-        # section `gate`, which has the verdict itself.
-        if field.get("type") in SCALARS and prefix:
-            yield f"{prefix}{name}"
+        # A rule cannot test numbers at the top level, which describe the file, nor the section
+        # `gate`, which has the verdict itself.
+        if field.get("type") in SCALARS:
+            if prefix:
+                yield f"{prefix}{name}"
         elif name != "gate":
             yield from _list_scalars(field, f"{prefix}{name}.")
 
@@ -357,8 +358,9 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
             setting: the setting that was varied, e.g. "temperature".
             name_format: the name of a row; {} stands for the value of the setting.
         """
-        # Leave out the row with `context_bucket: all`: its prompts were not cut, so there is no
-        # length to name it by.
+        # The setting `context_bucket` is the length that the prompts of a row were cut to. If they
+        # were not cut, it is "all" (ALL_PROMPTS), and there is no length to name the row by. Leave
+        # this row out.
         return [
             (name_format.format(swept_row[setting]), swept_row)
             for swept_row in tables.sweep(report, setting)

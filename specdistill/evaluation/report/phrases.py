@@ -115,7 +115,7 @@ METRICS = {
     ),
     "prediction_gap": ("gap between measured and predicted speedup", ".3g", "%", 100),
     "context_ratio": (
-        "acceptance length at long contexts over that at shorter ones",
+        "ratio of acceptance lengths at long and at shorter contexts",
         ".3g",
         "%",
         100,
@@ -423,15 +423,17 @@ def describe_tree(settings: Settings | None) -> str:
 
 
 def format_acceptance_length(row: ResultRow) -> str:
-    """Return the acceptance length of a row as text, with its interval.
+    """Return the acceptance length of a row as text, with its interval; "–" if it has none.
 
     A server does not show its rounds. Then the acceptance length is that by vLLM's counters,
     1 + accepted tokens / drafts, and the text says so.
     """
-    has_rounds = "mean_acceptance_length" in row or "acceptance_length_vllm" not in row
-    metric = "mean_acceptance_length" if has_rounds else "acceptance_length_vllm"
-    text = format_number(row.get(metric)) + format_bracketed_interval(row, metric)
-    return text if has_rounds else f"{text} by vLLM's counters"
+    metric = "mean_acceptance_length"
+    source = ""
+    if metric not in row and "acceptance_length_vllm" in row:
+        metric = "acceptance_length_vllm"
+        source = " by vLLM's counters"
+    return f"{format_number(row.get(metric))}{format_bracketed_interval(row, metric)}{source}"
 
 
 def format_per_position(row: ResultRow) -> str:
@@ -564,12 +566,15 @@ def find_direction(change: ChangeDocument) -> str:
 
     It is open if its confidence interval includes 0, or if it has no interval.
     """
-    # A change without an interval gets one that includes 0. For other changes, the whole interval
-    # is above 0 (a rise) or below 0. A rise is better only if the metric is better when it is high.
+    # A change without an interval gets one that includes 0.
     low, high = change.get("ci95", (0.0, 0.0))
     if low <= 0 <= high:
         return "open"
-    return "better" if (low > 0) == (change["better"] == "higher") else "worse"
+
+    # Now the whole interval lies above 0 (a rise) or below 0 (a fall).
+    is_rise = low > 0
+    should_rise = change["better"] == "higher"
+    return "better" if is_rise == should_rise else "worse"
 
 
 def describe_baseline(report: Report) -> str:
@@ -600,7 +605,9 @@ def lookup_first(settings: Settings) -> str:
     """Describe the lookup in front of the draft; empty if the report was measured without one.
 
     In each round, the lookup searches the text so far for an earlier occurrence of its last tokens,
-    and proposes what followed. The draft proposes only if nothing is found.
+    and proposes what followed. If it finds nothing, the draft proposes: a tree (`draft_tree`), or a
+    chain of `draft_tokens` tokens. For example, "ngram lookup of 2 to 5 tokens first, behind it a
+    chain of 3" means that the last 2 to 5 tokens are searched for.
 
     Args:
         settings: the section `settings` of the report.
@@ -650,8 +657,9 @@ def format_settings(report: Report) -> str:
         for name, value in settings.get("drafting", {}).items()
         if name != "lookup_first"
     }
-    proposer = f"drafting: {_format_listed(proposer_settings)}" if proposer_settings else ""
-    drafting = "; ".join(filter(None, (proposer, lookup_first(settings))))
+    drafting = "; ".join(
+        filter(None, (_describe_proposer(proposer_settings), lookup_first(settings)))
+    )
 
     # Join the parts that are not empty.
     parts = (
@@ -663,6 +671,22 @@ def format_settings(report: Report) -> str:
         drafting,
     )
     return " · ".join(filter(None, parts))
+
+
+def _describe_proposer(settings: Settings) -> str:
+    """Describe the settings of a draft, e.g. "drafting: block size 8"; empty if it has none.
+
+    For n-gram lookup, the text is e.g. "n-gram lookup (n = 1 to 3) in prompt and output".
+
+    Args:
+        settings: the settings, without those of a lookup in front of the draft.
+    """
+    if not settings:
+        return ""
+    if settings.keys() != {"min", "max", "lookup"}:
+        return f"drafting: {_format_listed(settings)}"
+    text = "prompt and output" if settings["lookup"] == "sequence" else "the prompt"
+    return f"n-gram lookup (n = {settings['min']} to {settings['max']}) in {text}"
 
 
 def format_shared_settings(*reports: Report) -> str:
@@ -729,8 +753,8 @@ def describe_procedure(report: Report) -> str:
         )
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after"
-            f" {warmup}; of each round the lower median counts.{batches} The baseline is the same"
-            " decoder without a draft."
+            f" {warmup}. The time of a round is the lower median over these repetitions.{batches}"
+            " The baseline is the same decoder without a draft."
         )
 
     # For an engine, say how the servers with and without the draft took turns. `command` is there
@@ -749,8 +773,8 @@ def describe_procedure(report: Report) -> str:
         else ""
     )
     return (
-        f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt"
-        f" counts.{load}"
+        f"{order} Every prompt was sent {repeats} after {warmup}. Of its completions, the one of"
+        f" median speed counts.{load}"
     )
 
 

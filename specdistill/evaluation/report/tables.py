@@ -209,9 +209,10 @@ def tabulate_changes(report: Report) -> Table:
 def tabulate_training(report: Report) -> Table:
     """Return a table of the acceptance length before and after training.
 
-    It was measured in up to two ways: simulated on held-out data, and by decoding some prompts.
-    "Before" is the untrained draft, "after" the draft that training saved. The table has no rows if
-    nothing was measured before training.
+    It was measured in up to two ways: simulated on held-out rows of the training data, and by
+    decoding the prompts of the recipe's section `selection`, which every evaluation during training
+    decodes. "Before" is the untrained draft, "after" the draft that training saved. The table has
+    no rows if nothing was measured before training.
     """
     gains = report["draft"].get("training", {})
     head = (
@@ -221,7 +222,7 @@ def tabulate_training(report: Report) -> Table:
     )
     titles = {
         "simulated": "simulated, on held-out rows",
-        "decoded": "decoded, on the prompts of selection",
+        "decoded": "decoded, on the recipe's selection prompts",
     }
     rows = [
         ((title,), (format_number(gains[key]["before"]),), (format_number(gains[key]["after"]),))
@@ -235,10 +236,11 @@ def tabulate_quality(report: Report) -> Table:
     """Return a table of task quality: the share of correct completions with and without the draft.
 
     Args:
-        report: the content of report.json. Its section `quality` has the shares for each metric.
+        report: the content of report.json. Its section `quality` has the shares for each metric
+            that judges whether a completion is correct, e.g. `exact_match`.
     """
     rows: list[tuple[Cell, ...]] = []
-    for name, scores in report.get("quality", {}).items():
+    for metric, scores in report.get("quality", {}).items():
         # Show the difference in percentage points. If its interval includes 0, the completions do
         # not show that the draft changes the quality.
         difference = format_signed(scores["difference"]).removesuffix("%")
@@ -255,7 +257,7 @@ def tabulate_quality(report: Report) -> Table:
         )
         rows.append(
             (
-                (name.replace("_", " "),),
+                (metric.replace("_", " "),),
                 (str(scores["num_prompts"]),),
                 (f"{scores['without_draft']:.1%}",),
                 (f"{scores['with_draft']:.1%}",),
@@ -264,10 +266,10 @@ def tabulate_quality(report: Report) -> Table:
             )
         )
     head = (
-        "succeed by",
+        "metric",
         "completions",
-        "without draft",
-        "with draft",
+        "correct without draft",
+        "correct with draft",
         "difference, points",
         "reading",
     )
@@ -283,23 +285,29 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
         records: the records of the prompts. Those from a server are left out, because a server does
             not show what its time is spent on.
     """
+    head = ("milliseconds", "plain", "with draft")
     # Only records of this package's decoder (without `counts`) have the times of steps.
     sums = collect_prompt_sums(
         [record for record in records if record.counts is None and record.baseline]
     )
+    if not sums:
+        return Table(head, [])
+
+    # Add up the times and counts of all prompts. Those of plain decoding have names that begin with
+    # "baseline_".
+    draft_totals = {name: float(column.sum()) for name, column in sums.items()}
+    plain_totals = {
+        name.removeprefix("baseline_"): value
+        for name, value in draft_totals.items()
+        if name.startswith("baseline_")
+    }
+    # Plain decoding drafts nothing. The little time that is measured there is overhead of the
+    # decoding loop, so it is counted in the rest.
+    plain_totals["draft_seconds"] = 0.0
+
     rows: dict[str, list[float]] = {}
-    for side in ("baseline_", "") if sums else ():
-        # Add up the times of all prompts on this side: plain decoding, whose columns begin with
-        # "baseline_", or decoding with the draft, whose columns have no such prefix. (With the
-        # empty prefix all columns match, but only those of the draft are read below.)
-        total = {
-            name.removeprefix(side): float(column.sum())
-            for name, column in sums.items()
-            if name.startswith(side)
-        }
-        # Plain decoding drafts nothing. The little time that is measured there is overhead of the
-        # decoding loop, so it is counted in the rest.
-        draft_seconds = 0.0 if side else total["draft_seconds"]
+    for total in (plain_totals, draft_totals):
+        draft_seconds = total["draft_seconds"]
         prefill_seconds = total["prefill_seconds"]
         verify_seconds = total["verify_seconds"]
         other_seconds = total["seconds"] - prefill_seconds - draft_seconds - verify_seconds
@@ -321,7 +329,7 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
     for name, times in rows.items():
         if any(times):
             lines.append(((name,), *((format_number(time or None),) for time in times)))
-    return Table(("milliseconds", "plain", "with draft"), lines)
+    return Table(head, lines)
 
 
 class DraftLength(NamedTuple):
@@ -433,24 +441,28 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
 
-    # Estimate the costs of rounds with up to K draft tokens, at this load. `draft_ms` in the row is
-    # per draft token, and here per round. A lookup takes no passes: it counts as one, so that the
-    # ratio of passes is 1.
+    # The draft's forward passes in a round, for each K' above 0. A lookup has none (0). It counts
+    # as one pass, so that its time is the same for every K'.
+    passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
+
+    # The row has the drafting time of a draft token. Convert it to that of a round.
+    draft_ms_per_token = row["draft_ms"]
+    draft_ms_per_round = draft_ms_per_token * row["num_draft_tokens"] / row["num_rounds"]
+
+    # Estimate the costs of rounds with up to K draft tokens, at this load.
     k = theory["K"]
     step_ms = row["baseline_step_ms"]
     verify_ms = row["verify_ms"]
-    passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
-    draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
     costs = []
     for length, num_passes in passes.items():
         costs.append(
             RoundCost(
                 k=length,
                 verify_ms=step_ms + (verify_ms - step_ms) * length / k,
-                draft_ms=draft_ms * num_passes / passes[k],
+                draft_ms=draft_ms_per_round * num_passes / passes[k],
             )
         )
-    cost = RoundCost(k, verify_ms, draft_ms)
+    cost = RoundCost(k, verify_ms, draft_ms_per_round)
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
     )

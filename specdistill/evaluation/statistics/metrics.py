@@ -49,7 +49,8 @@ def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     Args:
         records: the records of the P prompts.
     """
-    # Collect the numbers of each prompt. Some of them need the start of long contexts, in tokens.
+    # Collect the numbers of each prompt. Rounds and emitted tokens are also counted separately for
+    # long and for short contexts. A context counts as long from `long_from` tokens on.
     long_from = find_long_context_start(records)
     rows = [
         {**_collect_sums(record), **_count_long_and_short(record, long_from)} for record in records
@@ -125,8 +126,9 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         "num_accepted_first": sum(len(round.accepted) > 0 for round in rounds),
         "num_accepted_later": sum(max(len(round.accepted) - 1, 0) for round in rounds),
         # A position of a draft is reached if the round emitted a token there: the draft token, or
-        # the target's own token after a rejection. The target's token after a whole accepted draft
-        # is at no position of the draft (`min`). The first position is left out (- 1).
+        # the target's own token after a rejection. For example, of 4 draft tokens 2 are accepted,
+        # and 3 tokens are emitted: positions 1 to 3 are reached, and 2 of them are later than the
+        # first. If all 4 are accepted, the fifth emitted token is at no position of the draft.
         "num_reached_later": sum(
             min(len(round.emitted), len(round.drafted)) - 1 for round in rounds
         ),
@@ -341,9 +343,9 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
 
     The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
     time, so do the prompts of a batch, which were decoded at the same time. If prompts have both a
-    cluster and a batch, the units are either the clusters or the batches, whichever are fewer and
-    so larger. Units that keep both whole would be too large: the prompts of a cluster may be in
-    several batches, so that a chain of clusters would join nearly all batches into one unit.
+    cluster and a batch, the coarser grouping is used: the one with fewer units. Units that split
+    neither clusters nor batches would be too large. For example, if cluster 1 is in the batches A
+    and B, and cluster 2 in B and C, all three batches would be one unit.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.

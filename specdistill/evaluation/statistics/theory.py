@@ -128,9 +128,10 @@ def compute_speedup_curve(
             first entry counts all rounds.
         num_drafts: the number of rounds in which something was drafted.
         step_ms: the milliseconds of a step of plain decoding.
-        cost: the milliseconds of a round at K, on average over all rounds.
-        timed: the milliseconds of rounds with K' <= K draft tokens, measured separately from
-            `cost`. Only the ratios between them are used.
+        cost: the milliseconds of a round at K, on average over all rounds of the measurement.
+        timed: the milliseconds of rounds with K' <= K draft tokens. The measurement has rounds with
+            K only, so these were timed on a few prompts, or estimated. Only their ratios are used:
+            the cost of a drafting round at K' is that at K times timed[K'] / timed[K].
 
     Returns:
         The points of the curve, with increasing K'.

@@ -79,7 +79,7 @@ def convert_conversation(
     Args:
         turns: the conversation.
         tools: the schemas of the tools that it may call: a list, its JSON text, or None.
-        where: the row and file, which errors name.
+        where: the row and file to name in errors.
         roles: the recipe's `data.roles`, more names of roles: name -> user, assistant, system or
             tool. None for data that this key does not apply to.
 
@@ -131,7 +131,7 @@ def _convert_message(turn: Message, where: str, roles: Mapping[str, str] | None)
 
     Args:
         turn: the turn, as {role, content, …} or, in ShareGPT's form, {from, value}.
-        where: the row and file, which errors name.
+        where: the row and file to name in errors.
         roles: the recipe's `data.roles`, more names of roles: name -> user, assistant, system or
             tool. None for data that this key does not apply to.
 
@@ -192,7 +192,7 @@ def _read_role(turn: Message, where: str, roles: Mapping[str, str] | None) -> st
 
     Args:
         turn: the turn, as {role, content, …} or {from, value}.
-        where: the row and file, which the error names.
+        where: the row and file to name in errors.
         roles: the recipe's `data.roles`, names of roles that are known in addition to ROLES. None
             for data that this key does not apply to; the error then does not suggest it.
     """
@@ -201,12 +201,14 @@ def _read_role(turn: Message, where: str, roles: Mapping[str, str] | None) -> st
     if isinstance(role, str) and role in known_roles:
         return role
 
-    # Suggest to add the role to `data.roles`, where this key applies.
+    # Suggest to add the role to `data.roles`, where this key applies. `kind` describes the fault:
+    # rows that are skipped are counted by it.
     kind = f"unknown role {role!r}"
     expected = f"one of {', '.join(known_roles)}"
     if roles is not None:
-        kind += f", which data.roles={{{role}: assistant}} would map"
-        expected += f", or data.roles={{{role}: assistant}}"
+        setting = f"data.roles={{{role}: assistant}}"
+        kind += f", which {setting} would map"
+        expected += f", or {setting}"
     raise UserError(
         where,
         got=f"the role {role!r}",
@@ -241,7 +243,7 @@ def _parse_calls(content: object, where: str) -> list[Any]:
 
     Args:
         content: the content of the turn.
-        where: the row and file, which the error names.
+        where: the row and file to name in errors.
     """
     with convert_errors(
         ValueError,
@@ -260,7 +262,7 @@ def _check_unread_content(turn: Message, has_reasoning: bool, where: str) -> Non
     Args:
         turn: the turn of a data set.
         has_reasoning: whether the turn's reasoning was found under a name that is read.
-        where: the row and file, which the error names.
+        where: the row and file to name in errors.
     """
     unread_names = ["refusal", "audio"]
     # The key reasoning_details has the reasoning in another form. It may be ignored only if the
@@ -286,7 +288,7 @@ def _convert_call(call: Message, where: str) -> Message:
 
     Args:
         call: the call, as {function: {name, arguments}} or as {name, arguments}.
-        where: the row and file, which errors name.
+        where: the row and file to name in errors.
 
     Returns:
         {type: "function", function: {name, arguments}}, with the call's id if it has one.
@@ -321,7 +323,7 @@ def _convert_tools(tools: object, where: str) -> list[Schema]:
     Args:
         tools: a list of such objects, a list of bare functions ({name, parameters, …}), or the JSON
             text of a list. None or an empty text stands for no tools.
-        where: the row and file, which errors name.
+        where: the row and file to name in errors.
     """
     # Parse the JSON text, if `tools` is a text. None and an empty text become an empty list.
     with convert_errors(
@@ -347,7 +349,7 @@ def _check_calls(messages: Sequence[Message], tool_names: set[str], where: str) 
     Args:
         messages: the conversation, in the form of OpenAI's API.
         tool_names: the names of the tools that have a schema.
-        where: the row and file, which the error names.
+        where: the row and file to name in errors.
     """
     open_calls: list[str | None] = []  # ids of calls without a result yet
     for number, message in enumerate(messages):
@@ -407,7 +409,7 @@ def check_mappings(value: object, where: str, what: str) -> list[Message]:
 
     Args:
         value: the value, read from a data set.
-        where: the row and file, which the error names.
+        where: the row and file to name in errors.
         what: the name of the value in the error, e.g. "tool_calls".
     """
     if not isinstance(value, list):
@@ -433,7 +435,7 @@ def check_string(value: object, where: str, what: str) -> str:
 
     Args:
         value: the value, read from a data set.
-        where: the row and file, which the error names.
+        where: the row and file to name in errors.
         what: the name of the value in the error, e.g. "a tool's name".
     """
     if not isinstance(value, str):
@@ -491,7 +493,7 @@ def render_chat(
         tokenizer: the target's tokenizer.
         messages: the conversation.
         generation_prompt: whether the text ends with the beginning of the assistant's turn.
-        where: the recipe key or the row, which errors name.
+        where: the recipe key or the row to name in errors.
         tools: the schemas of the tools that the conversation may call.
         template: more arguments of the template, e.g. `enable_thinking`.
 
@@ -636,7 +638,7 @@ def check_expressed(
         tokenizer: the target's tokenizer.
         messages: the conversation.
         tools: the schemas of the tools that the conversation may call.
-        where: the recipe key or the row, which errors name.
+        where: the recipe key or the row to name in errors.
         template: more arguments of the template.
     """
 
@@ -652,8 +654,10 @@ def check_expressed(
         except UserError:
             return None
 
-    # The parts to check: name -> (messages with the part, messages without the part, the schemas of
-    # tools to render the latter with: all of them, or None if the schemas are the part).
+    # The parts to check: name -> (messages with the part, messages without it, the schemas of tools
+    # to render the latter with). For example, the results of tools are emptied in the messages, and
+    # the schemas stay. The schemas themselves are in no message, so for them the messages stay, and
+    # the schemas become None.
     # Some templates drop the reasoning of all answers but the last. So reasoning is checked in a
     # conversation that ends with the last answer that has reasoning.
     last = max(

@@ -184,7 +184,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             None stands for the suite of pico, this project's own small target model.
         target: the target's name. None as `name` is allowed only if the target is pico, because
             pico's prompts say nothing about other targets.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for an unknown name, for None with another target than pico, for a wrong hash,
@@ -480,7 +480,7 @@ def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.su
         name: the path of the file, or the name of a suite under `eval/suites`; None if the user
             gives none.
         target: the name of the target, which the error names.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: if there is no such file.
@@ -569,8 +569,8 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
             raise UserError(
                 "eval.sweep.context",
                 got=(
-                    f"{length} tokens, but prompt {row.id} is longer even without its longest"
-                    " message"
+                    f"{length} tokens, but prompt {row.id} cannot be cut to this length: only its"
+                    " longest message is cut, and the rest is longer"
                 ),
                 expected="a longer context",
             )
@@ -656,7 +656,7 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
 
     Args:
         entry: the row.
-        place: the file and row number, which the error names.
+        place: the file and row number to name in errors.
 
     Raises:
         UserError: for a row without a question or without assertions.
@@ -842,16 +842,18 @@ def _from_training_columns(entry: FileRow) -> FileRow:
     """Add the column `messages` or `user` to a row that has the columns of training data instead.
 
     Thanks to this, a file of training data can be used as a suite. If a conversation ends with a
-    turn of the assistant, this turn is left out, because the target is to write it.
+    turn of the assistant, this turn is left out, because the target is to write it. If a row has
+    only the user's turns, the first turn is the prompt, and the column `reference` becomes the
+    first reference (right answer) of this turn.
     """
     # Some rows have a conversation, in one of the columns that training data have.
     conversation_columns = [name for name in CONVERSATIONS if name in entry]
     if conversation_columns:
         messages = entry[conversation_columns[0]]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
-            # The column holds only the user's turns, as in MT-bench. The first turn is the prompt,
-            # so take the first reference (right answer). Each turn may have a list of references,
-            # so the loop takes the first item of a list until it finds an item that is no list.
+            # The column holds only the user's turns, as in MT-bench. `reference` has an entry for
+            # each turn, which may be a list, too. So the loop takes first items until one is no
+            # list: [["a", "b"], ["c"]] gives "a".
             reference = entry.get("reference")
             while isinstance(reference, list):
                 reference = reference[0] if reference else None
@@ -950,7 +952,7 @@ def _find_prompt_column(entry: FileRow, place: str) -> tuple[FileRow, str]:
 
     Args:
         entry: the row.
-        place: the file and row number, which the error names.
+        place: the file and row number to name in errors.
 
     Raises:
         UserError: for a row without a prompt.

@@ -99,9 +99,11 @@ class BlockAdvice(Advice[BlockDraft]):
         return self.kind.name in draft.calls_itself
 
     def build_simulation(self, draft: BlockDraft, num_tokens: int) -> BlockObjective:
-        """Build an objective that measures forward KL and acceptance, with a block at every token.
+        """Build an objective that simulates drafting on given text, with a block at every token.
 
-        A block always drafts all its tokens, so `num_tokens` is not used.
+        It measures how far the draft is from the target (forward KL), and how many draft tokens
+        would be accepted, without decoding. A block always drafts all its tokens, so `num_tokens`
+        is not used.
         """
         return BlockObjective(draft, forward_kl, ALL_ANCHORS)
 
@@ -129,10 +131,11 @@ def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
                 partial(configure, fields={"aux_layers": layers}),
             )
 
-    # Two switches, each of which may have had the other value in training.
+    # Two switches, each of which may have had the other value in training. The anchor is the known
+    # token at which a block begins.
     yield Repair(
-        f"sample_from_anchor is {config.sample_from_anchor}, but the draft was trained with"
-        f" {not config.sample_from_anchor}",
+        f"sample_from_anchor is {config.sample_from_anchor} (whether the anchor's slot predicts a"
+        f" token, too), but the draft was trained with {not config.sample_from_anchor}",
         partial(configure, fields={"sample_from_anchor": not config.sample_from_anchor}),
     )
     yield Repair(

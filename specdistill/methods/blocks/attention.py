@@ -29,8 +29,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 class BlockKVCache:
     """The `KVCache` of one training step of a block drafter.
 
-    A block is a known token, its anchor, followed by masks. Its P positions are called slots. They
-    see the context, which is the text before the anchor, and the slots of their own block.
+    A block is a known token, its anchor, followed by masks. Its P positions are called slots. The
+    context is all tokens of the flattened batch. A slot sees those of its document before the
+    anchor, and the slots of its own block.
 
     In each layer, the context enters by `append` first. Then the blocks `attend`.
 
@@ -135,11 +136,11 @@ class BlockKVCache:
         """Build the attention mask of each chunk of blocks, and store it with the chunk's ranges.
 
         The rows of a mask are the chunk's slots (positions of its blocks). The columns are the
-        context that any of them sees, and then the chunk's slots. As keys, slots are numbered on
-        after the `num_tokens` tokens of the context (see `is_visible`).
+        keys: those tokens of the batch that any of these slots sees, then the chunk's slots. A key
+        below `num_tokens` is a token of the batch, and slot s is the key num_tokens + s.
 
         Args:
-            num_tokens: the tokens of the flattened batch.
+            num_tokens: the number of tokens of the flattened batch.
             device: where the masks are made.
         """
         for first_block, end_block, first_token, end_token in self.spans:
@@ -167,7 +168,8 @@ class BlockKVCache:
             value_GSd: values of the S tokens of the context.
         """
         # Build the mask [N P, S + N P], one for all heads (None, None: batch and heads). The first
-        # layer does this for all layers.
+        # layer does this for all layers. On a CPU, where only tests call this function, nothing is
+        # compiled.
         num_tokens = key_GSd.shape[1]
         if self._mask is None:
 
@@ -197,16 +199,16 @@ class BlockKVCache:
         return output_NhPd
 
     def is_visible(self, slot: Tensor, index: Tensor, num_tokens: int) -> Tensor:
-        """Return which keys each slot sees: the context before its anchor, and its own block.
+        """Return which keys each slot sees: the text before its anchor, and its own block.
 
         Slots are the positions of a block. The first of them is the anchor, a known token of the
-        text; the context is the text before it.
+        text. The keys are all tokens of the flattened batch (the context), and then all slots.
 
         Args:
             slot: indices of slots, counted over all blocks.
             index: indices of keys. Below `num_tokens` an index is a token of the context, from
                 there on it is the slot `index - num_tokens`.
-            num_tokens: the tokens of the context.
+            num_tokens: the number of tokens of the context.
 
         Returns:
             Booleans of the shape that `slot` and `index` broadcast to.

@@ -64,7 +64,7 @@ def load_block(
         kind: the method of block drafting.
         folder: the folder of the draft.
         target: the target.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for files that are missing or broken, for tensors or sizes that do not fit, and
@@ -91,7 +91,7 @@ def check_block(
         folder: the folder of the draft.
         tensors: the draft's tensors by name; they may be on the meta device.
         target: the target. None: only compare the draft's files with each other.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the draft.
 
     Returns:
@@ -149,7 +149,7 @@ def _check_mask_and_layers(config: BlockConfig, folder: Path, name: Path | str, 
         config: the draft's config.
         folder: the folder of the draft.
         name: what errors call the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
     """
     # The embedding of the mask must be a row of the target's embedding table. Drafts that ship
     # another one, in a file of its own, are refused.
@@ -247,7 +247,7 @@ def read_block_config(
         kind: the method of block drafting.
         raw: the content of config.json.
         target_num_layers: the target's depth, for files that do not say it; None if unknown.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for keys that are missing or invalid, and if the target's depth is unknown.

@@ -25,8 +25,8 @@ class BlockDraftConfig(LayerSizes):
     )
     aux_layers: list[int] | None = option(
         None,
-        "which hidden states of the target are read; L: after L of its n layers; null: five, spread"
-        " from 2 to n-2",
+        "which hidden states of the target are read: a list of numbers L, each for the state after"
+        " the first L of the target's n layers; null: five numbers, spread from 2 to n-2",
     )
     vocab_size: int | None = option(
         None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
@@ -48,8 +48,9 @@ class BlockLossConfig(SoftLossConfig):
 
     d_pace: float | None = option(
         None,
-        "smoothing of D-PACE, which weights a drafted position by the chance that drafting reaches"
-        " it; null: weights by loss.step_decay",
+        "weight the loss of a drafted position by how many tokens are expected to be accepted from"
+        " it on (D-PACE); the value smooths the draft's probabilities of these tokens, from 0 (not"
+        " smoothed) to 1 (all equal 1); null: weights by loss.step_decay",
         ge=0,
         le=1,
     )

@@ -321,7 +321,8 @@ def block_config(
 def choose_default_layers(num_layers: int, count: int = 5) -> list[int]:
     """Choose which layers of the target a block drafter reads, as DFlash does.
 
-    They are spread evenly from 2 to num_layers - 2, where L means the hidden state after L layers.
+    They are spread evenly from 2 to num_layers - 2. A number L in the result stands for the hidden
+    state after L layers.
 
     Args:
         num_layers: the target's number of layers.

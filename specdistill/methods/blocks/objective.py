@@ -78,8 +78,9 @@ def draw_blocks(
     )
     has_loss_S[0] = False  # loss positions are padded with 0
 
-    # Find the tokens before a loss token: index i of the slice from 1 on is the flag of token
-    # i + 1. If there are too many of them, draw some, or take some at even distances.
+    # Find the possible anchors: the tokens i whose next token has a loss. In the slice from 1 on,
+    # index i has the flag of token i + 1, so the indices that `nonzero` returns are the anchors. If
+    # there are too many of them, draw some, or take some at even distances.
     candidates = has_loss_S[1:num_tokens].nonzero().flatten()
     max_anchors = min(num_anchors * len(batch["position_ids"]), num_tokens)
     if len(candidates) > max_anchors:
@@ -196,7 +197,8 @@ class BlockObjective(Objective):
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the number of blocks that learn, by which the loss of a batch is divided.
 
-        A block learns if its first slot does. Later slots learn only if all slots before them do.
+        Other objectives return the number of their loss tokens here, hence the name. A block learns
+        if its first slot does. Later slots learn only if all slots before them do.
         """
         return batch["has_loss"][:, 0].sum()
 

@@ -110,7 +110,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
             state: the sequences so far, with the target's features of the added tokens.
             k: how many positions of the block must predict a token: the draft tokens of a chain, or
                 the levels of a tree.
-            key: the recipe key that the error names.
+            key: the recipe key to name in errors.
 
         Returns:
             The positions (slots) that predict, from which the logits are read.
@@ -170,7 +170,8 @@ class _Slots:
     def inherit_states(self, parents_BT: Tensor) -> None:
         """Give each node of the next level of a tree the correction's state after its parent.
 
-        Only the corrections of DSpark have a state.
+        The correction is what DSpark adds to a slot's logits, which depends on the token before.
+        Its state is that of an RNN (see `MarkovHead`). Other drafts have no correction.
 
         Args:
             parents_BT: the parent of each node, as an index into the level before.

@@ -88,15 +88,17 @@ def build_vllm_loader(
     """Describe how vLLM loads a block drafter in the layout of the method's authors.
 
     Args:
-        *slots: tensors that drafts of this method have in addition to `SLOTS`.
+        *slots: tensors that drafts of this method have in addition to `SLOTS`. A `Slot` is a
+            parameter of vLLM's model here, not a position of a block.
         architecture: the name in config.json that leads to this loader.
         settings: keys of config.json that vLLM reads for this method in addition to `SETTINGS`.
         ignored: vLLM skips tensors whose names contain one of these texts or `t2d`.
         limits: features of drafts that vLLM does not support.
     """
-    # vLLM refuses unknown tensors, but does not report missing ones. Every version of vLLM ("")
-    # looks under these two keys for the target layers that the draft reads. The numbers there are
-    # one less than in this project, hence the 1.
+    # vLLM refuses a tensor that it does not know, but does not report one that the file lacks
+    # (`unset`). The keys of `aux_layers` are versions of vLLM; "" stands for all of them. They look
+    # under two keys for the target layers that the draft reads. The numbers there are one less than
+    # in this project, hence the 1.
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),
@@ -121,14 +123,16 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
 
     def config(export: HeadExport) -> dict[str, object]:
         """Return the config.json: the method's keys at the top level, a Llama's keys nested."""
-        # Speculators has other keys for causality and layers, which are added below.
+        # `export.llama` has the method's keys twice: at its top level and in `dflash_config`.
+        # Speculators has keys of its own for causality and for the target layers that the draft
+        # reads, which are added below.
         method_keys = {
             name: value
             for name, value in export.llama[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
-        # The other keys at the top level describe the layers. `is_causal` at the top level is one
-        # of them, because `method_keys` does not have it.
+        # The other keys at the top level of `export.llama` describe the draft's layers. So does
+        # `is_causal`: it stays among them, where `read_block_config` finds it.
         layers = {
             name: value
             for name, value in export.llama.items()
@@ -142,4 +146,5 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
             "sliding_window_non_causal": not export.head.is_causal,
         }
 
+    # `needs_target` ends the error for a missing target: "expected the draft's target: …".
     return Layout(config, limits=(CAUSAL,), needs_target="speculators' config.json names it")

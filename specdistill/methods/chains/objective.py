@@ -110,8 +110,9 @@ class UnrollKVCache:
     ) -> Tensor:
         """Store keys and values of the current step, and compute the attention of its queries.
 
-        A chain is K draft steps in a row from one position, its root. A query of step k sees step 0
-        of its document up to the root, and the steps 1 to k of its own chain.
+        A chain is K draft steps in a row from one position, its root. A query of step k sees the
+        keys of step 0 at the positions of its document up to the root, and the keys of the steps 1
+        to k of its own chain.
 
         Args:
             layer: the index of the layer.
@@ -122,8 +123,9 @@ class UnrollKVCache:
         Returns:
             The attention output [B, N, T, e].
         """
-        # The list has two tensors for each earlier step, so this is step len(steps) // 2. Each step
-        # is one position further on, so it sees one position less of step 0.
+        # The list has two tensors for each earlier step, so this is step k = len(steps) // 2. It
+        # stands at position root + k. Of a window that ends there, the last k positions belong to
+        # its own chain, and the others to step 0.
         steps = self.steps[layer]
         window = None if self.window is None else self.window - len(steps) // 2
         assert window is None or window > 0
@@ -141,9 +143,9 @@ class ChainAttention(torch.autograd.Function):
     """The attention of step k of the unroll, with a backward pass of its own.
 
     In the unroll, training runs several draft steps in a row from every position. The steps from
-    one position, the root, are a chain. A query sees the keys of step 0 up to the root of its
-    chain, and the keys of the later steps of its own chain. A kernel computes the first part. The
-    second part is merged into it by one softmax over both.
+    one position, the root, are a chain. A query sees the keys of step 0 at positions up to the
+    root of its chain, and the keys of the later steps of its own chain. A kernel computes the first
+    part. The second part is merged into it by one softmax over both.
 
     (query [S, N, d], cumulative_lengths, longest, window, key_0 [S, G, d], value_0 [S, G, e],
     key_1, value_1, ...) -> [S, N, e].

@@ -73,7 +73,9 @@ class MarkovHead(nn.Module):
     def initialize_from_target(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
         """Initialize the correction from the target, so that it changes no logits at first.
 
-        W1 (the embedding of the token before) gets the target's embedding, projected to the E
+        The correction adds W2 c to the logits. For the rnn, c = tanh(o), where o is a part of the
+        output of `joint_proj`. For the other kinds, c is W1[x], with or without a gate, where x is
+        the token before. W1, of width E, gets the target's embedding, projected to the E
         directions that matter most for the target's LM head.
 
         Args:
@@ -89,8 +91,8 @@ class MarkovHead(nn.Module):
         embedded_VE = embedding_VH.float() @ directions_HE
         self.markov_w1.weight[:, :width] = embedded_VE / embedded_VE.square().mean().sqrt()
 
-        # Start with a correction of zero: the rnn's output o is zero, or else W2. The other factor
-        # of the product is not zero, so that the zero one gets a gradient.
+        # Start with W2 c = 0: for the rnn o is 0, for the other kinds W2 is 0. The other factor of
+        # the product is not 0, so that the one that is 0 gets a gradient.
         if self.kind == "rnn":
             self.markov_w2.weight[:, :width] = head_WH.float() @ directions_HE
             self.joint_proj.weight[-self.markov_w1.embedding_dim :] = 0  # the rows of o
@@ -173,11 +175,15 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + config.markov_rank * self.with_markov, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Estimate the chance that each draft token is accepted, as a logit [...] (before sigmoid).
+        """Estimate the chance that each draft token is accepted.
 
         Args:
             hidden: [..., H], hidden states of the slots.
             embedded: [..., E], embeddings of the tokens before the slots.
+
+        Returns:
+            The logits of the chances, of the shape of `hidden` without its last axis. The sigmoid
+            of a logit is the chance.
         """
         inputs = torch.cat((hidden, embedded), -1) if self.with_markov else hidden
         chance_logits: Tensor = self.proj(inputs).squeeze(-1)

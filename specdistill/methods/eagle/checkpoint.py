@@ -44,7 +44,7 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     Args:
         folder: the folder of the head.
         target: the target.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for files that are missing or broken, for tensors or sizes that do not fit, for
@@ -82,7 +82,7 @@ def check_eagle(
         tensors: the tensors by name; they may be on the meta device, without values. A bias of
             zeros counts as no bias; without values, the config says whether there is a bias.
         target: the target. None: only compare the head's files with each other.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the head.
 
     Returns:
@@ -186,7 +186,7 @@ def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
 
     Args:
         raw: the content of config.json.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for a size that is missing, and for a setting that a head cannot have.

@@ -64,8 +64,8 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         shape = sizes.plan_shape(target, draft_info, settings)
 
         # Find the size of the draft vocabulary: that of the existing head, that of the recipe, or
-        # the default of a recipe that `plan` would write. Of the layers that an existing head
-        # reads, only the number changes its size, so any layers will do.
+        # without a recipe the default that `plan` suggests. The size of an existing head depends on
+        # how many layers of the target it reads, not on which, so `range` stands for them.
         aux_layers: Sequence[int] | None = None
         if draft_info:
             width = draft_info.raw.get("draft_vocab_size") or vocabulary

@@ -95,7 +95,7 @@ def check_eagle3(
             not checked whether the embedding is a copy.
         target: the target. None: only compare the head's files with each other. The target is
             needed if config.json does not say how many layers it has.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the head.
 
     Returns:
@@ -246,7 +246,7 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         raw: the content of config.json.
         target_num_layers: how many layers the target has, for files that do not say; None if it is
             not known.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: if the number of the target's layers is not known, for a size that is missing,
@@ -309,7 +309,7 @@ def _read_aux_layers(
         raw: the content of config.json.
         nested: its section `eagle_config`.
         num_layers: how many layers the target has.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: if two places of the config do not agree.
@@ -325,8 +325,8 @@ def _read_aux_layers(
             key,
             got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
             expected=(
-                "the same layers in both; eagle_config counts them from 0, so each of its numbers"
-                " is one less"
+                f"{[layer - 1 for layer in top_level_layers]} in eagle_config, which counts layers"
+                " from 0 (the other list counts from 1)"
             ),
         )
     layers = top_level_layers or nested_layers or tuple(choose_aux_layers(num_layers))

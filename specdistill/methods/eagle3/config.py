@@ -9,8 +9,8 @@ class Eagle3DraftConfig(HeadSizes):
 
     aux_layers: list[int] | None = option(
         None,
-        "which hidden states of the target are read; L: after L of its n layers; null: 2, n//2,"
-        " n-3",
+        "which hidden states of the target are read: a list of numbers L, each for the state after"
+        " the first L of the target's n layers; null: 2, n//2, n-3",
     )
     vocab_size: int | None = option(
         None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
@@ -19,8 +19,16 @@ class Eagle3DraftConfig(HeadSizes):
     train_head: bool = option(
         True, "train the LM head; false: keep the target's LM head, or that of draft.init"
     )
-    fc_norm: bool = option(False, "EAGLE-3.1: normalise each hidden state of the target before fc")
-    norm_output: bool = option(False, "EAGLE-3.1: the next step reads the normalised hidden state")
+    fc_norm: bool = option(
+        False,
+        "EAGLE-3.1: normalise each hidden state of the target before the linear layer that combines"
+        " them (fc)",
+    )
+    norm_output: bool = option(
+        False,
+        "EAGLE-3.1: the head's next draft step reads its hidden state after the final norm; false:"
+        " before the final norm",
+    )
     norm_before_residual: bool = option(
         False,
         "first layer: take the residual after the norm of the hidden state; SGLang does not support"

@@ -44,7 +44,7 @@ def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draf
     Args:
         folder: the folder of the exit.
         target: the target.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for files that are missing or broken, and for tensors or sizes that do not fit.
@@ -69,7 +69,7 @@ def check_exit(
         folder: the folder that holds config.json.
         tensors: the tensors by name; they may be on the meta device.
         target: the target. None: only compare the exit's files with each other.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the exit.
 
     Returns:
@@ -107,7 +107,7 @@ def read_exit_config(raw: RawConfig, key: str) -> ExitConfig:
 
     Args:
         raw: the content of config.json.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: for a size that is missing or no number, and for an exit layer that is not below

@@ -52,7 +52,8 @@ class ExitProposer(TokenProposer[ExitDraft]):
     def begin(self, max_lengths: Sequence[int]) -> None:
         """Raise UserError for more than one sequence; nothing else is needed to start.
 
-        The KV cache belongs to the reader, which holds one sequence.
+        The KV cache is in `reader`, which runs the target's layers in two parts, to draft and to
+        verify. It holds one sequence.
         """
         if len(max_lengths) > 1:
             raise UserError(

@@ -88,7 +88,8 @@ class SplitTarget(CachedTarget):
     ) -> Features:
         """Run the target over tokens, and return the hidden states after the last layer.
 
-        Tokens that `advance` has taken through the first layers only run through the later ones.
+        A token that `advance` has already taken through the first layers runs through the later
+        layers only.
 
         Args:
             token_ids: one row: the next tokens of the sequence.
@@ -102,10 +103,10 @@ class SplitTarget(CachedTarget):
         state = torch.cat(self._states, dim=1)
         self._states = []
 
-        # A model asks the first entry of a cache how many tokens are cached. The first E layers
-        # have cached the tokens of this pass already, and the later layers have not. So in a copy
-        # of the cache, the entry of layer E + 1 replaces the first E entries. The entries of the
-        # later layers stay in their places, where the layers look for them.
+        # The model asks layer 1 of its KV cache how many tokens came before this pass. But the
+        # first E = `exit_layer` layers have cached the tokens of this pass already, so their number
+        # is too high. Layer E + 1 has the right one. So use a copy of the cache in which that
+        # layer's entry stands in all of the first E places. The later layers keep their places.
         upper_cache = copy.copy(self.cache)
         upper_layers = self.cache.layers[self.exit_layer :]
         upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
@@ -133,13 +134,17 @@ class SplitTarget(CachedTarget):
 
         The test reads a short sequence, in which draft tokens are rejected.
         """
-        # Take the two REJECTED_TOKENS, a root and a draft token, through the first layers one by
-        # one. Then read these and two more draft tokens. Reject all draft tokens, and read the
-        # token that follows the root in NEXT_TOKENS instead. Both lists begin with the same root.
+        # Draft: take the two REJECTED_TOKENS, a root and a draft token, through the first layers.
         self.begin([PROMPT])
         for token in REJECTED_TOKENS:
             self.advance(torch.tensor([[token]], device=self.target.device))
+
+        # Verify these two and two more draft tokens, which the first layers have not seen. Any
+        # tokens will do for the latter; NEXT_TOKENS are at hand.
         self.read([[*REJECTED_TOKENS, *NEXT_TOKENS]])
+
+        # Keep the root, and none of the three draft tokens. Then read the token that follows the
+        # root in NEXT_TOKENS, which begins with the same root.
         self.keep([[]])
         _, features = self.read([NEXT_TOKENS[1:]])
 

@@ -146,8 +146,8 @@ class LookupMethod(Method[UntrainedRecipe, nn.Module]):
             folder: not used, like `target` and `key`.
             target: not used.
             key: not used.
-            **options: the section of `eval:` with the method's keys, by the method's name. Without
-                options the keys have their defaults.
+            **options: one option with the method's name: the recipe's section `eval.<method>`,
+                whose keys are the arguments of the lookup. Without it these have their defaults.
         """
         keys = vars(options[self.name]) if options else {}
         return LookupProposer(self.lookup(**keys))

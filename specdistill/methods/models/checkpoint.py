@@ -64,7 +64,7 @@ def load_draft_model(
 
     Args:
         path: a folder or a Hub id, also `org/name@revision`.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         device: the device that the model is moved to.
         dtype: the dtype that the weights are loaded in.
 
@@ -111,7 +111,7 @@ def check_outline(
         model: the model as config.json describes it.
         tensors: the file's tensors by name. Only their shapes are read, so they may be on the
             meta device.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the draft.
 
     Raises:
@@ -145,7 +145,7 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
 
     Args:
         model: the model.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the model.
 
     Raises:

@@ -54,16 +54,17 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         return None
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder's config.json names a causal language model of transformers.
+        """Return whether a folder has weights and a config.json of a causal language model.
 
         Args:
-            config: the content of config.json.
-            names: the names of the tensors in the folder.
+            config: the content of config.json. Its `architectures` must name a causal language
+                model of transformers.
+            names: the names of the tensors in the folder; empty if it has no weights.
         """
-        # A folder with a config but without weights is no draft.
+        has_weights = bool(names)
         architectures = set(config.get("architectures") or [])
         known_classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-        return bool(names) and bool(architectures & known_classes)
+        return has_weights and bool(architectures & known_classes)
 
     def create(self, recipe: ModelRecipeT, target: FrozenTarget, rows: Dataset) -> PreTrainedModel:
         """Create the draft model of a recipe, with LoRA updates if the recipe asks for LoRA."""
@@ -84,7 +85,7 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         Args:
             folder: the folder of the draft model.
             target: the target.
-            key: the recipe key that errors name.
+            key: the recipe key to name in errors.
             **options: arguments of `match_vocabularies`, which say how to draft with a tokenizer
                 that is not the target's.
         """

@@ -82,7 +82,8 @@ class Distillation(Objective):
         self.on_policy = on_policy
         self.anatomy = examine_model(draft, "the draft", key="draft.init")
 
-        # Empty unless the draft reads documents by their lengths.
+        # The configs of the draft whose attention `forward` replaces by one that keeps the
+        # documents of a row apart by their lengths. Empty if the draft keeps them apart otherwise.
         self.packed_configs = find_length_configs(draft)
 
         # transformers' Trainer reads this name. It then saves a tensor with two names only once.
@@ -121,14 +122,17 @@ class Distillation(Objective):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, object] | None = None, **options: object
     ) -> None:
-        """Turn activation checkpointing on: the backward pass computes the layers again.
+        """Turn on activation checkpointing, which is also called gradient checkpointing.
 
-        transformers' Trainer calls this for `train.activation_checkpointing`.
+        The backward pass then computes the layers again, to save memory. transformers' Trainer
+        calls this method for `train.activation_checkpointing`.
         """
-        # `forward` replaces the attention of models that read packed documents. PyTorch computes
-        # the layers again outside `forward`, so the attention is replaced there too. The first
-        # context is entered in the forward pass, the second when the layers are computed again.
-        # PyTorch accepts `context_fn` only without reentrant checkpointing.
+        # While `forward` runs, the attention of some models is replaced by one that keeps the
+        # documents of a row apart by their lengths. `packed_configs` has the configs of such a
+        # model, and is empty for others. PyTorch computes the layers again outside `forward`, so
+        # the attention is replaced there too: the first context is entered in the forward pass, the
+        # second when the layers are computed again. PyTorch accepts `context_fn` only without
+        # reentrant checkpointing.
         attention_settings = {
             "use_reentrant": False,
             "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
@@ -265,9 +269,9 @@ class Distillation(Objective):
         if self.labels == "hard":
             losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
         else:
-            # The soft targets p are at temperature 1, over the whole vocabulary (W = V). To bring
-            # them to the loss's temperature, raise them to 1 / temperature and normalise them
-            # again. The clamp avoids log(0).
+            # The soft targets p are at temperature 1. The W tokens that they are over are the whole
+            # vocabulary here (W = V). To bring them to the loss's temperature, raise them to
+            # 1 / temperature and normalise them again. The clamp avoids log(0).
             probs_rV = soft.probs_rW
             if self.temperature != 1.0:
                 probs_rV = (

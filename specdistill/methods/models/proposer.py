@@ -130,8 +130,8 @@ class DraftText:
         self.vocabulary = vocabulary
         self.ids: list[int] = []
         self.cached: list[int] = []
-        self._num_final = 0  # the first ids that no further token can change
-        self._num_read = 0  # tokens of the target's sequence that were read
+        self._num_final = 0  # so many of the first `ids` can no longer change
+        self._num_read = 0  # so many tokens of the target's sequence were read
         # Target tokens at the end of the sequence that the draft's vocabulary lacks.
         self._untranslated: list[int] = []
 
@@ -148,7 +148,8 @@ class DraftText:
         Returns:
             The length of the prefix of `ids` that this call has left unchanged.
         """
-        # Find the target's new tokens. Without another vocabulary they are the draft's tokens too.
+        # Find the target's new tokens. The first `_num_final` of the draft's ids can no longer
+        # change. If draft and target have the same tokens, nothing has to be translated.
         new_tokens = token_ids[self._num_read :]
         self._num_read = len(token_ids)
         num_unchanged = self._num_final
@@ -340,8 +341,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         room. The tree's nodes leave the cache at the end, so accepted ones are fed again in the
         next round.
         """
-        # Find the tokens that each row's cache lacks. A row whose text the draft cannot write has
-        # none; if all rows are like this, nothing is drafted.
+        # Find the tokens that each row's cache lacks. A row whose text has no tokens in the draft's
+        # vocabulary gets an empty list; if all rows are like this, nothing is drafted.
         feeds, depths = self._read_new_tokens(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)
@@ -355,7 +356,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         if logits_BKW is None:
             hidden_BTH = self.layers(pad_rows(feeds, self.draft.device), counts)
             logits_BKW = self._compute_logits(gather_last(hidden_BTH, counts)).unsqueeze(1)
-        levels = itertools.count(1)
+        levels = itertools.count(1)  # the index in `logits_BKW` of each level after the first (0)
         step = TreePass.begin_at_root(num_cached, self.draft.device)
 
         def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
@@ -366,9 +367,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 parents_BT: [B, T], the index of each node's parent in the level before.
             """
             nonlocal step
-            # With masks, all nodes of a level have the same logits, which are known already:
-            # `levels` counts the calls, and so the levels. Without masks, run all T nodes of each
-            # row, none of which is padding.
+            # With masks, all nodes of a level have the same logits, which are known already. Each
+            # call takes the next of the `levels`. Without masks, run all T nodes of each row, none
+            # of which is padding.
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, parents_BT.shape[1], -1)
             step = step.add_level(parents_BT)
@@ -410,7 +411,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
 
         Returns:
             For each row the tokens that must be fed first, and the number of tokens that can be
-            drafted. A row whose text cannot be written in the draft's tokens gets [] and 0.
+            drafted. A row whose text has no tokens in the draft's vocabulary gets [] and 0.
 
         Raises:
             UserError: if a sequence is longer than the draft's context.

@@ -222,6 +222,9 @@ def _replace_token(
 ) -> None:
     """Note in both maps which draft tokens stand for a target token.
 
+    The draft reads these tokens in place of the target token. If there is exactly one, the draft
+    can also propose the target token, by drawing this draft token.
+
     Args:
         pairs: the draft's token for each target token that can be proposed; changed in place.
         read_as: the draft's tokens for each target token that is read but cannot be proposed;
@@ -229,17 +232,19 @@ def _replace_token(
         token_id: the target's token.
         draft_token_ids: the draft's tokens that stand for it, possibly none.
     """
-    # At first, note that the token is only read. With exactly one draft token it can be proposed
-    # too, and moves to `pairs`.
     pairs.pop(token_id, None)
-    read_as[token_id] = draft_token_ids
-    if len(draft_token_ids) == 1:
-        # A draft token can be proposed for only one target token, which is now this one. Other
-        # target tokens that the draft token stood for are still read as it, but not proposed.
-        other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_ids[0]]
-        read_as |= {token: [pairs.pop(token)] for token in other_ids}
-        del read_as[token_id]
-        pairs[token_id] = draft_token_ids[0]
+    if len(draft_token_ids) != 1:
+        read_as[token_id] = draft_token_ids
+        return
+
+    # Each draft token proposes only one target token. From now on that is `token_id`, so other
+    # target tokens with the same draft token move from `pairs` to `read_as`.
+    (draft_token_id,) = draft_token_ids
+    other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_id]
+    for other_id in other_ids:
+        read_as[other_id] = [pairs.pop(other_id)]
+    read_as.pop(token_id, None)
+    pairs[token_id] = draft_token_id
 
 
 def check_rows(
@@ -253,7 +258,7 @@ def check_rows(
     Args:
         tokenizer: the draft's tokenizer.
         num_rows: the number of rows of the embedding.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         name: what errors call the draft.
 
     Raises:

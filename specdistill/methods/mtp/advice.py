@@ -56,19 +56,20 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         # Build the layer for a tiny target, to check that the target's class can have one.
         target.build_on_tiny_target(MtpDraft)
         text = target.text
-        key, num_layers = target.native_mtp or (None, 1)
+        key, num_mtp_layers = target.native_mtp or (None, 1)
 
         # With hidden size H, each layer has a projection fc [H, 2H], three norms [H] and a decoder
         # layer of the class of the target's last layer. A step runs one such layer, and reads the
-        # LM head. Embedding and LM head are copies of the target's.
+        # target's LM head. The checkpoint has neither LM head nor embedding: training holds copies
+        # of the target's.
         last = target.weightless.layers[-1]
         decoder_size = sum(parameter.numel() for parameter in last.parameters())
         fuse_size = 2 * text.hidden_size**2 + 3 * text.hidden_size
         table_size = text.vocab_size * text.hidden_size
         parts = sizes.ParameterCounts(
-            num_layers * (fuse_size + decoder_size),
-            fuse_size + sizes.count_parameters_read(last, text) + table_size,
-            num_layers=1,
+            parameters=num_mtp_layers * (fuse_size + decoder_size),
+            read=fuse_size + sizes.count_parameters_read(last, text) + table_size,
+            num_layers=1,  # the layers that a step runs
             copied=2 * table_size,
         )
 
@@ -77,7 +78,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         is_served = key is not None or text.model_type in SERVED_TYPES
         note = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
         if key:
-            note = f"the target's own ({key}: {num_layers})"
+            note = f"the target's own ({key}: {num_mtp_layers})"
         if not is_served:
             note += f"; no engine serves such a layer for {text.model_type}"
         warnings: tuple[str, ...] = ()

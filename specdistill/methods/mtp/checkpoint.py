@@ -256,7 +256,7 @@ def check_mtp(
     knows them.
 
     Only names and shapes of the tensors are read, so they may be on the meta device. `key` is the
-    recipe key that errors name, and `name` what they call the draft.
+    recipe key to name in errors, and `name` what they call the draft.
 
     Raises:
         UserError: if the draft is for another target, or if tensors are unknown, missing or of
@@ -325,7 +325,7 @@ def _fill_draft(
         naming: how the file names the tensors of the layer.
         prefix: how the names in the file begin.
         source: where the tensors come from, for errors.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
 
     Raises:
         UserError: if tensors are missing, unknown or of another shape.
@@ -398,7 +398,7 @@ def check_layer_fit(
         config: the content of config.json.
         text_config: the text config of the target.
         folder: what errors call the draft.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         target: what errors call the target.
 
     Raises:
@@ -470,7 +470,10 @@ def check_mtp_target(engine: str, target: TargetFiles) -> None:
         raise UserError(
             "target.model",
             got=f"{target.name}, which is quantized",
-            expected="a checkpoint that is not quantized, because the layer is not",
+            expected=(
+                "a checkpoint that is not quantized, because the multi-token-prediction layer that"
+                " is added to it is not quantized"
+            ),
         )
 
 

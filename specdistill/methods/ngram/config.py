@@ -27,9 +27,9 @@ class NgramConfig(Section):
 
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
-        "which match is continued; specdistill: the latest (at the end of the text, the tokens"
-        " after the match are repeated); vllm: the first; llama.cpp: the match that ngram-simple"
-        " takes",
+        "which earlier occurrence of the last tokens is continued; specdistill: the latest (if"
+        " fewer than K tokens follow it, they are repeated); vllm: the first; llama.cpp: the"
+        " latest, if at least max tokens follow it (llama.cpp's ngram-simple)",
     )
     min: int = option(1, "tokens of the shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
     max: int = option(
@@ -56,15 +56,19 @@ class NgramEvalConfig(EvalConfig):
         """Check that an engine that this command starts supports the values of `eval.ngram`."""
         if ENGINE_IS_STARTED.holds(self):
             # An engine looks up by its own rule, so `rule` must be the engine's name or the
-            # default. For llama.cpp it must be the name: the default rule also looks up shorter
-            # n-grams, from `min` tokens on, but all n-grams of llama.cpp have `max` tokens. This
-            # length is checked as for a lookup in front of a draft (`LookupFirstConfig`).
+            # default. llama.cpp's rule differs too much from the default: it looks up only n-grams
+            # of `max` tokens, and the default also shorter ones. So for llama.cpp `rule` must be
+            # its name.
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
             check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):
+                # llama.cpp drafts nothing if `max` exceeds K. A lookup in front of a draft has the
+                # same limit, so its check is used here.
                 LookupFirstConfig(min=self.ngram.max, max=self.ngram.max).check_engine(
                     "eval.ngram", self.engine, self.smallest_k
                 )
+                # Keys with `draft` in their names, such as `spec_draft_threads`, are about a draft
+                # model, which a lookup does not have.
                 for name, value in vars(self.llama_cpp).items():
                     if "draft" in name and value is not None:
                         raise make_unused_key_error(

@@ -13,20 +13,23 @@ class PardDraftConfig(DraftModelDraftConfig):
 
     parallel_tokens: int = option(
         8,
-        "K, tokens predicted in one training pass: one by the token itself, the others by masks"
-        " after it",
+        "K, tokens that are predicted after each token in one training pass: the first by the token"
+        " itself, the others by K - 1 masks placed after it",
         ge=1,
         le=64,
     )
     retention: float = option(
         0.7,
-        "conditional drop: mask i is trained after a share retention ** i of the tokens; 1: after"
-        " every token",
+        "mask i is trained after only a share retention ** i of the tokens, to save time"
+        " (conditional drop); 1: after every token",
         gt=0,
         le=1,
     )
     min_retention: float = option(
-        0.2, "conditional drop: the smallest share of tokens, for masks of any i", ge=0, le=1
+        0.2,
+        "lower limit of the share retention ** i of the tokens after which mask i is trained",
+        ge=0,
+        le=1,
     )
     mask_token_id: int | None = option(
         None,

@@ -51,7 +51,7 @@ class Pard(ModelMethod[PardRecipe]):
         return mask
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself a causal language model that fills masks."""
+        """Return whether a folder holds a causal language model with a mask token in its config."""
         return has_mask(config) and super().is_named(config, names)
 
     def create(self, recipe: PardRecipe, target: FrozenTarget, rows: Dataset) -> PreTrainedModel:

@@ -10,8 +10,9 @@ position of x_{t+i}. It sees the tokens of its document up to x_t, the masks 1 t
 token, and nothing else. It learns the target's distribution of x_{t+1+i}. The token itself learns
 the same with i = 0. All predictions have the same weight in the loss.
 
-The conditional drop keeps mask i for a share max(min_retention, retention ** i) of the tokens. Mask
-i reads mask i - 1, so it is never kept without mask i - 1, and chains stay whole.
+Of the tokens that mask i can follow, the conditional drop keeps it after a random share
+max(min_retention, retention ** i). Mask i reads mask i - 1, so it is never kept without mask i - 1,
+and chains stay whole.
 
 The model's own forward pass runs, under an attention mask in its own dtype. The attention mask has
 4 N^2 bytes for each row in float32, and as many again for sliding windows if layers are of both
@@ -54,8 +55,9 @@ def draw_masks(
     Args:
         batch: packed rows [B, T].
         num_predicted: K, the tokens that are predicted in one pass, by a token and its masks.
-        retention: mask i is kept after a share retention ** i of the tokens.
-        min_retention: the smallest share of the tokens that a mask is kept for.
+        retention: of the tokens that mask i can follow, it follows the share retention ** i, chosen
+            at random.
+        min_retention: the least share, for masks with a large i.
         seed: the seed of the random choice.
 
     Returns:
@@ -66,9 +68,10 @@ def draw_masks(
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
 
-    # Mark the tokens of the flattened batch (S = B T) that have a loss. A document's first token
-    # never has one, so a run of marked tokens is in one document. K unmarked places past the end of
-    # the batch end the last run.
+    # Mark the tokens of the flattened batch (S = B T) that have a loss. Mask i can follow a token
+    # whose next i + 1 tokens are all marked. They are then in the token's document, because the
+    # first token of a document never has a loss. K unmarked places are added at the end, so that
+    # the last tokens of the batch have next tokens, too.
     has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
     )
@@ -117,9 +120,9 @@ class ParallelDistillation(Distillation):
         draft: the draft model.
         divergence: the loss of one token.
         num_positions: K, of which K - 1 are masks.
-        retention: mask i is trained after a share retention ** i of the tokens (PARD's conditional
-            drop).
-        min_retention: the smallest share of the tokens, for masks of any i.
+        retention: mask i is trained after a random share retention ** i of the tokens (PARD's
+            conditional drop).
+        min_retention: the least share, for masks with a large i.
         seed: the seed of the drop. In training, the drop is drawn anew each time that a row is
             read. Held-out rows always have the same drop.
         temperature: divides both sets of logits in the loss.
@@ -159,7 +162,7 @@ class ParallelDistillation(Distillation):
 
         # Here documents are separated by attention masks, so no layer needs their lengths.
         self.packed_configs = []
-        self.drop = (num_positions, retention, min_retention)
+        self.drop = (num_positions, retention, min_retention)  # the settings of `draw_masks`
         self.seed = seed
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
@@ -172,7 +175,8 @@ class ParallelDistillation(Distillation):
         # Evaluation always uses the number -1, so that it draws the same masks each time. With the
         # factor, different seeds give different random numbers up to a million batches.
         seed = self.seed * 1_000_003 + (-1 if number is None else number)
-        columns_BM, numbers_BM = draw_masks(batch, *self.drop, seed=seed)
+        num_positions, retention, min_retention = self.drop
+        columns_BM, numbers_BM = draw_masks(batch, num_positions, retention, min_retention, seed)
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:

@@ -68,16 +68,16 @@ class SuffixTrie:
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens to the end of the last text, and count after which strings they stand."""
         for token in tokens:
-            # Count the token after each suffix of the text that occurred before, which has a node,
-            # and after the empty suffix, the root. `_open_nodes` holds these nodes, the longest
-            # suffix first, so its last `depth` nodes are the suffixes of up to `depth` tokens. Then
-            # it is filled for the next token, with the nodes of the suffixes that end with this
-            # one.
+            # Count the token after each suffix of the text that has a node, because it occurred
+            # before. After `a b`, the suffixes are `a b`, `b` and the empty one. `_open_nodes`
+            # holds their nodes, the longest first. The empty one is not among them: its node is the
+            # root. The last `depth` nodes are those of the suffixes of up to `depth` tokens.
             self.tokens.append(token)
-            longer_nodes = [
-                self._count_follower(node, token)
-                for node in [*self._open_nodes[-self.depth :], self._root]
-            ]
+            suffix_nodes = [*self._open_nodes[-self.depth :], self._root]
+
+            # With the token `c`, the suffixes become `a b c`, `b c` and `c`. `_count_follower`
+            # returns their nodes, and None for a suffix that occurs for the first time.
+            longer_nodes = [self._count_follower(node, token) for node in suffix_nodes]
             self._open_nodes = [node for node in longer_nodes if node]
 
     def end(self) -> None:
@@ -142,30 +142,32 @@ class SuffixTrie:
             The node of the longer string, which ends with the token. None if the longer string
             occurred for the first time, so that it has no node yet.
         """
-        # To save memory, a string that occurred once has no node: in place of the node stands the
-        # position after it, which is `len(self.tokens)` for a string that has just occurred. At its
-        # second occurrence it gets a node with count 2. The token that followed the first
-        # occurrence, if there is one, becomes the node's first child.
+        # `place` is the place of the longer string: its node or, if it occurred only once, the
+        # position after it in the text. Such a string has no node, to save memory.
         node.followed += 1
-        child = node.children.get(token)
-        if child is None:
-            child = len(self.tokens)
-        elif isinstance(child, Node):
-            child.count += 1
+        place = node.children.get(token)
+        if place is None:
+            # This is the first occurrence, which ends with the last token.
+            place = len(self.tokens)
+        elif isinstance(place, Node):
+            place.count += 1
         else:
-            follower = self._read_token(child)
+            # This is the second occurrence, so the string gets a node. The token after the first
+            # occurrence, if there is one, becomes the node's child. It followed the string only
+            # once, so its place is the position after it.
+            follower = self._read_token(place)
             if follower == END_MARK:
-                child = Node(count=2)
+                place = Node(count=2)
             else:
-                child = Node(count=2, followed=1, best=follower, children={follower: child + 1})
-        node.children[token] = child
+                place = Node(count=2, followed=1, best=follower, children={follower: place + 1})
+        node.children[token] = place
 
         # The latest token wins a tie, because >= replaces the best so far. A node without a best
         # token takes any token.
         best_place = node.children.get(node.best)
-        if best_place is None or count_occurrences(child) >= count_occurrences(best_place):
+        if best_place is None or count_occurrences(place) >= count_occurrences(best_place):
             node.best = token
-        return child if isinstance(child, Node) else None
+        return place if isinstance(place, Node) else None
 
 
 def count_occurrences(place: Place) -> int:

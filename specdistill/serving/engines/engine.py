@@ -147,10 +147,11 @@ class Served:
 
     @property
     def pinned(self) -> str | None:
-        """The revision of `model` on the Hub; None without one."""
+        """The commit or tag of `model` on the Hub; None without one."""
         if self.model == self.target_name:
             return self.revision
-        # Otherwise the model is `output`, which contains the target and the draft.
+        # Otherwise the engine loads `output`, the exported draft, as its model. This folder or Hub
+        # repository contains the target together with the draft, so its revision is the draft's.
         return self.draft_revision
 
     @property
@@ -247,13 +248,15 @@ class FrontLookup:
             The key of the setting and what is expected instead. None if the engine can do exactly
             this lookup.
         """
-        # No engine drafts a tree behind a lookup. The other settings, which differ between engines,
-        # are checked by the engine's own `limit`.
-        return (
-            ("draft_tree", "draft_tokens: engines draft chains")
-            if lookup.draft_tree
-            else self.limit(lookup, k)
-        )
+        # No engine drafts a tree behind a lookup, so `draft_tree` must not be set. A recipe can set
+        # `draft_tokens` instead, the length of a chain. The engine's own `limit` checks the other
+        # settings, which differ between engines.
+        if lookup.draft_tree:
+            return (
+                "draft_tree",
+                "the key draft_tokens in its place: behind a lookup, engines draft only chains",
+            )
+        return self.limit(lookup, k)
 
 
 @dataclass(frozen=True)

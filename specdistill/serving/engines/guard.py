@@ -39,9 +39,9 @@ def main(grace_seconds: str, *command: str) -> None:
 
     # Write to the engine's log how the engine ended.
     print(
-        f"ended with status {engine.poll()}"
+        f"the engine ended with status {engine.poll()}"
         if engine.poll() is not None
-        else "stopped by the process that started the engine",
+        else "the engine was stopped by the process that started it",
         flush=True,
     )
     # This process leads the session of everything that the engine has started.

@@ -4,8 +4,8 @@
   not know the norms of EAGLE-3.1.
 - `--spec-type` is a list. Lookups draft first, whatever its order. Where they find nothing, the
   draft drafts.
-- `ngram-simple` compares exactly n tokens (`size-n`), and drafts only where at least n tokens
-  follow the earlier occurrence.
+- `ngram-simple` compares exactly n tokens (`size-n`). It drafts up to K of the tokens that follow
+  the earlier occurrence (`size-m`), and discards a draft of fewer than n tokens.
 - An answer holds the sums over its rounds. If it is streamed with `timings_per_token`, each token
   comes with the sums so far. These grow at the first token of a round, so the rounds can be counted
   one by one. Tokens that end inside a character are sent with those that complete the character.
@@ -352,8 +352,8 @@ def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
     """Return the first setting of a lookup that llama.cpp does not support.
 
     A lookup searches the text for an earlier occurrence of its last n tokens, min <= n <= max, and
-    drafts the tokens that followed. llama.cpp has one n, and drafts only if at least n tokens
-    follow the earlier occurrence.
+    drafts up to K of the tokens that followed. llama.cpp has one n, and discards a draft of fewer
+    than n tokens. So it never drafts if n > K.
 
     Args:
         lookup: a `LookupFirstConfig`, the settings of the lookup.
@@ -370,11 +370,12 @@ def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
             f"{lookup.max}, the value of eval.lookup_first.max: llama.cpp compares exactly this"
             " many tokens",
         )
-    return (
-        ("max", f"at most K = {k}, or llama.cpp drafts nothing")
-        if k is not None and lookup.max > k
-        else None
-    )
+    if k is not None and lookup.max > k:
+        return (
+            "max",
+            f"at most K = {k}: llama.cpp discards a draft of fewer tokens than it compares",
+        )
+    return None
 
 
 LLAMA_CPP = Engine(

@@ -426,8 +426,8 @@ def _read_slot_sizes(
         config: the config.json of the draft's folder.
         target: the target; None if it is not known.
     """
-    # The sizes that every draft has. Like Llama, the engine computes a missing `head_dim` as
-    # hidden size / number of heads.
+    # The sizes that every draft has, by the letters that `Slot` defines. Like Llama, the engine
+    # computes a missing `head_dim` as hidden size / number of heads.
     num_heads = settings["num_attention_heads"]
     head_dim = settings["head_dim"] or settings["hidden_size"] // num_heads
     settings["head_dim"] = head_dim
@@ -438,6 +438,8 @@ def _read_slot_sizes(
         "K": settings["num_key_value_heads"] * head_dim,
         "V": settings["vocab_size"],
         "E": head_dim,
+        # The rank of the correction that DSpark adds to a token's logits, which depends on the
+        # tokens before it (Markov head). Other drafts have none.
         "R": settings.get("markov_rank") or 0,
         "bias": settings["bias"],
         "one_layer": settings["num_layers"] == 1,

@@ -130,8 +130,9 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         hit_R = (q * rewarded).sum(-1, keepdim=True)
         miss_R = (q * ~rewarded).sum(-1, keepdim=True)
         deviation_R = (hit_R * miss_R).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-        # The clamp avoids 0 / 0 if no token or every token has a reward. If rounding gives every
-        # token one, `miss_R` is exactly zero, where 1 - Q could be a rounding error.
+        # The clamp avoids 0 / 0 if no token or every token has a reward. `miss_R` is summed up, and
+        # not computed as 1 - Q, so that it is exactly zero if every token has a reward (by
+        # rounding). 1 - Q could leave a rounding error.
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
 
@@ -238,7 +239,7 @@ def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
 
     Args:
         spec: a mapping of `name` and options.
-        key: the recipe key that errors name.
+        key: the recipe key to name in errors.
         **more_fields: further options that the divergence itself does not have, with type and
             default as `pydantic.create_model` takes them. In a weighted sum this is `weight`. They
             become keywords of the returned partial, and the caller must remove them there.

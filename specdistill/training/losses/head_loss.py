@@ -59,8 +59,10 @@ def compute_head_loss(
     and bias.
 
     A row has K hidden states, one for each drafted position, and all K are compared with the same
-    target. For example, K steps of an unroll all predict one token. If each drafted position has a
-    target of its own, pass every position as a row of its own, with K = 1.
+    target. For example, training runs an EAGLE-3 head K steps in a row from every position (the
+    unroll). A token is then predicted K times, once in each step, and these K hidden states are
+    its row. If each drafted position has a target of its own, pass every position as a row of its
+    own, with K = 1.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.

@@ -480,7 +480,7 @@ def test_doctor_measures_a_lookup_in_front_of_the_draft(
     )
     assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
     assert (
-        "specdistill cannot start SGLang with this lookup in front of the draft"
+        "specdistill cannot start SGLang with this eval.lookup_first, an n-gram or suffix lookup"
         in capsys.readouterr().out
     )
     assert main(["doctor", *common, "eval.lookup_first={min: 6}"]) == 2

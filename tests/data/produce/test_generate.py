@@ -155,7 +155,7 @@ def test_long_conversations_are_cut_and_stay_on_one_side(
             make_numbered_rows(5),
             {"regenerate": replace(GENERATED, prompt_tokens=30)},
             "data.max_length",
-            "32, which is too short for every prompt",
+            "32, but no row of data.source gives a prompt",
         ),
     ],
 )

@@ -78,9 +78,9 @@ def test_an_opening_begins_with_the_system_message() -> None:
         (
             "{% for m in messages %}Q{{ m.content }}{{ m.content }}{% endfor %}",
             None,
-            "writes no text before the user's message, or",
+            "changes, repeats or leaves out the user's message",
         ),
-        ("{{ messages[0].content }} A: ", None, "writes no text before the user's message, or"),
+        ("{{ messages[0].content }} A: ", None, "writes no text before the user's message"),
         (GEMMA, "Sums.", "System role not supported"),
     ],
 )

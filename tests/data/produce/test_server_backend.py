@@ -387,7 +387,7 @@ def test_a_block_that_keeps_no_answer_is_refused(
         running(Behaviour(text=lambda digest: " ")) as server,
         refused(
             "data.regenerate.filter",
-            "rules that dropped 20 answers in a row, most often the rule empty",
+            "rules that dropped 20 answers in a row; the rule `empty` dropped the most answers",
         ),
     ):
         make_block(

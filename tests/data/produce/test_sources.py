@@ -250,11 +250,11 @@ def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"input_ids": 5}, "input_ids of type int"),
         (
             {"input_ids": [5, 6], "labels": [-100, 6]},
-            "input_ids with a column labels that is not read",
+            "input_ids with a column labels, which looks like a loss mask but is not read",
         ),
         (
             {"input_ids": [5, 6], "attention_mask": [0, 1]},
-            "input_ids with a column attention_mask that is not read",
+            "input_ids with a column attention_mask, which looks like a loss mask but is not read",
         ),
     ):
         with refused("row 0", got):
@@ -426,7 +426,7 @@ def test_the_error_of_a_missing_file_suggests_the_nearest_name(tmp_path: Path) -
         (
             "jsonl",
             b'{"instruction": "a", "instances": [{"output": "b"}, {"output": "c"}]}',
-            "rows.jsonl line 1: got 2 instances, expected one",
+            "rows.jsonl line 1: got 2 entries in `instances`, expected one",
         ),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
         (

@@ -219,7 +219,7 @@ def test_a_mask_of_no_or_every_token_is_refused_with_the_rendered_text() -> None
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with refused("data.source row 1", "a prompt without an answer, 'Hi'"):
         encode(tokenizer, [[{"role": "user", "content": "Hi"}]])
-    with refused("data.source row 2", "2 of 2 tokens that carry loss in 'Hi'"):
+    with refused("data.source row 2", "a conversation with loss on all of its 2 tokens, 'Hi'"):
         encode(tokenizer, ["text", [{"role": "assistant", "content": "Hi"}]])
     with pytest.raises(UserError, match=r"'x{120} … x{120}'"):
         encode(tokenizer, [[{"role": "assistant", "content": "x" * 1000}]])

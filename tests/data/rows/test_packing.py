@@ -148,7 +148,7 @@ def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixt
     assert "Left out 1 of 5 documents, which are too short" in caplog.text
     with refused("data.max_length", 8):
         select_usable(make_masked_documents([1] * 12, [1] * 9, [1]), [False] * 3, 8, Counter())
-    with refused("data.source", "2 rows of fewer than 3 tokens"):
+    with refused("data.source", "2 rows, all of fewer than 3 tokens"):
         select_usable(make_masked_documents([1], [1] * 2), [True, False], 8, Counter())
 
 

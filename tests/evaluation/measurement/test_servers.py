@@ -243,7 +243,7 @@ def test_a_failed_engine_leaves_no_process_and_says_why(draft, tmp_path, capsys)
         == ExitCode.RESOURCE_ERROR
     )
     printed = capsys.readouterr().err.strip().splitlines()
-    assert "ended with status 1" in printed
+    assert "the engine ended with status 1" in printed
     assert (
         printed[-1].startswith("error: ")
         and "ValueError: this model has no draft and never had" in printed[-1]

@@ -123,7 +123,7 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, caplog):
         die(address)
     shown = caplog.messages[0].splitlines()
     assert shown[0] == f"The last lines of {log}:"
-    assert "ended with status -9" in shown
+    assert "the engine ended with status -9" in shown
 
 
 def test_an_engine_that_never_answers_is_ended(tmp_path, monkeypatch):
