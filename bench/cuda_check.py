@@ -178,9 +178,9 @@ class LaunchLedger(Ledger):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Run an operation of torch, and count its kernel, traffic, arithmetic and wait."""
-        # What torch runs while it compiles is not counted. In a compiled graph, only matrix
-        # products and attention are counted here: all other kernels were counted as a whole when
-        # the graph was called (see `compile_graph`).
+        # What torch runs while it compiles is not counted. In a compiled graph, only the arithmetic
+        # and the memory of matrix products and attention are counted here: all kernels, and their
+        # traffic, were counted when the graph was called (see `compile_graph`).
         if self.compiles or (self.in_graph and func.overloadpacket not in flop_registry):
             return func(*args, **(kwargs or {}))
 
@@ -221,8 +221,9 @@ class LaunchLedger(Ledger):
         """Return a function that runs a graph and counts its kernels; a torch.compile backend.
 
         The function runs the operations one by one, without compiling them. It adds to the counts
-        of this ledger the kernels that Inductor would make after fusion, and their traffic. Matrix
-        products and attention are counted by `__torch_dispatch__` while they run.
+        of this ledger the kernels that Inductor would make after fusion, and their traffic. The
+        arithmetic of matrix products and attention is counted by `__torch_dispatch__` while they
+        run.
 
         Args:
             module: the traced graph.
@@ -247,9 +248,9 @@ class LaunchLedger(Ledger):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
 
-                # A no-op node runs nothing, so it is no kernel. External kernels are matrix
-                # products: they count as kernels, but not in the traffic, which leaves out all
-                # matrix products.
+                # A no-op node runs nothing, so it is no kernel. The external kernels are matrix
+                # products and attention. They are counted as kernels here, but not in the traffic,
+                # which a Ledger counts for all other operations.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
@@ -262,7 +263,7 @@ class LaunchLedger(Ledger):
 
         def call(*graph_inputs: Tensor) -> object:
             """Run the graph once, and add its kernels and traffic to the counts."""
-            # While `in_graph` is set, `__torch_dispatch__` does not count these operations again.
+            # While `in_graph` is set, `__torch_dispatch__` counts no kernels and no traffic again.
             self.kernels += len(kernels)
             self.traffic += traffic
             self.in_graph = True

@@ -218,7 +218,7 @@ def main(options: Options) -> ExitCode:
         Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES
     ]
 
-    # Measure all shapes on the held-out prompts. Choose one for the draft alone, and one behind
+    # Measure all shapes on prompts of `smollm2-dev`. Choose one for the draft alone, and one behind
     # the lookup, where only chains are candidates, because engines draft no trees.
     tried_shapes = [*alone, *chains, *trees]
     choice = compare(place / "shapes", [(draft, shape) for shape in tried_shapes], phases["choice"])
@@ -429,8 +429,8 @@ def write_suites() -> None:
         content = fetch(FOLDER / "data" / f"{name}-{file}", source)
         for number, row in enumerate(parse_suite_file(file, content, header["columns"])):
             prompt = {"id": f"{name}/{row.id}", "category": name, "messages": row.content}
-            is_held_out = number % CHOICE_SHARE == CHOICE_SHARE - 1
-            parts["smollm2-dev" if is_held_out else "smollm2"].append(prompt)
+            is_for_choice = number % CHOICE_SHARE == CHOICE_SHARE - 1
+            parts["smollm2-dev" if is_for_choice else "smollm2"].append(prompt)
 
     # Write both suites: a file of JSON lines with the prompts, and a YAML file that describes it.
     folder = FOLDER / "suites"
@@ -458,7 +458,7 @@ def build_phases(eval_config: EvalConfig, target: TargetConfig) -> dict[str, Pha
     """Return the settings of the three comparisons, as keys of `specdistill compare`.
 
     - `greedy`: the main comparison. It has the prompts and the tokens per prompt of the recipe.
-    - `choice`: for choosing K and the shape. Few held-out prompts, half of the recipe's tokens.
+    - `choice`: for choosing K and the shape. Few prompts of `smollm2-dev`, half of the tokens.
     - `sampled`: at temperature 1. Half of the recipe's prompts, half of its tokens.
 
     Args:
@@ -619,7 +619,7 @@ def select_fastest_k(report: Report) -> int:
 
 
 def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]) -> str:
-    """Return the table of the shapes that were tried on the held-out prompts."""
+    """Return the table of the shapes that were tried on prompts of `smollm2-dev`."""
     lines = []
 
     # Each line describes what the draft proposes, e.g. "a chain of 2 behind a lookup of up to 8".
@@ -643,7 +643,7 @@ def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:
     Args:
         compared: the comparison with greedy decoding.
         sampled: the comparison at temperature 1.
-        shapes: the table of the shapes that were tried on the held-out prompts.
+        shapes: the table of the shapes that were tried on prompts of `smollm2-dev`.
     """
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     caption = format_caption(

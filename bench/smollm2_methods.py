@@ -302,12 +302,18 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
 
 
 def describe_measurement(measured: Measured) -> str:
-    """Return a sentence that says how, and on which prompts, the tables were measured."""
-    # The first report has the number of prompts and the threads, which the sentence names.
-    reports_of_first_way, *_ = measured.values()
-    report, *_ = reports_of_first_way.values()
+    """Return a sentence that says how, and on which prompts, the tables were measured.
+
+    Args:
+        measured: for each way of measuring, such as `T = 0` or `T = 0, 4 at a time`, the report of
+            each draft.
+    """
+    # The sentence names the number of prompts and of threads. They are those of the first draft in
+    # the first way of measuring.
+    first_way, *_ = measured
+    first_report, *_ = measured[first_way].values()
     return format_caption(
-        report,
+        first_report,
         "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2-methods`",
         f"up to {K} draft tokens verified",
     )

@@ -333,8 +333,9 @@ def build_own_block_trainer(
     # Replace the optimized attention and loss in the modules by their plain forms.
     if plainly:
         # Attend with one dense mask. `attend_in_chunks` builds a dense mask for each chunk, so let
-        # a single chunk have all blocks and see all tokens of the batch. On a GPU, use it in place
-        # of flex attention (`attend_in_one_call`), too.
+        # a single chunk have all blocks and see all tokens of the batch: (first block, end of the
+        # blocks, first token, end of the tokens). On a GPU, use `attend_in_chunks`, too, in place
+        # of `attend_in_one_call`, which is flex attention.
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
         ]

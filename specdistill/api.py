@@ -243,6 +243,8 @@ def train(
     Returns:
         The folder of the run, which holds the draft in `draft`.
     """
+    # TRAIN has the short keys of `specdistill train`. Within the block, errors name a short key as
+    # it was passed, and not by the full key that it stands for.
     arguments = build_arguments(recipe, keys)
     with rename_keys_as_typed(arguments, TRAIN):
         loaded_recipe = load_recipe(Recipe, select_recipe_keys(arguments, TRAIN))

@@ -92,7 +92,10 @@ def _measure_shipped_draft(recipe_keys: list[str]) -> int:
             raise UserError(
                 "quick",
                 got=f"true with {key}",
-                expected="quick=false, to train a draft, or no key of the training",
+                text=(
+                    f"quick: quick=true trains no draft, so {key} has no effect. Remove {key}, or"
+                    " type quick=false to train a draft."
+                ),
             )
     keys = [
         f"recipe={DEMO_RECIPE}",

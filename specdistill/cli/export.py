@@ -34,8 +34,8 @@ class ExportOptions(Section):
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(
         None,
-        "report of the draft or lookup: a report.json or its folder; null: of a draft, the folder"
-        " `report` next to the draft's folder",
+        "report of the draft or lookup: a report.json or its folder; null: the folder `report` next"
+        " to the draft's folder, if there is one; for a lookup, no report",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -66,8 +66,8 @@ def export(arguments: list[str]) -> int:
     from specdistill.targets.files import TargetFiles
 
     # Collect what every kind of export needs. With an untrained draft, the recipe names the target.
-    # The layout of the exported files has the name of the engine, except that llama.cpp reads the
-    # layout `gguf`.
+    # The layout of the exported files has the name of the engine, unless its field `layouts` has
+    # another name: llama.cpp reads the layout `gguf`. For all other engines the field is empty.
     target = recipe.target if recipe else options.target
     layout_name = ENGINES[options.engine].layouts or options.engine
     output_dir = Path(options.output_dir)

@@ -85,8 +85,8 @@ def import_libraries() -> None:
     it goes over them again and again, which took 3 of the 8 seconds until a command reported a
     mistake.
     """
-    # If the caller has switched the collector off, it stays off, and nothing is imported here: the
-    # libraries are then imported where they are first needed.
+    # If the caller has switched the collector off already, there is no reason to import ahead: the
+    # libraries are imported where they are first needed, and the collector stays off.
     if "torch" not in sys.modules and gc.isenabled():
         gc.disable()
         try:

@@ -59,8 +59,8 @@ def monitor(arguments: list[str]) -> int:
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
     # If the output file is a link, write the file that the link points to. An empty `output=` is
-    # loaded as None, as if it had not been typed. The check below is made for it, too, and refuses
-    # it.
+    # loaded as None, as if it had not been typed, but must be refused. The check does so, because
+    # `realpath("")` is the working directory, and a folder is no output file.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")

@@ -203,7 +203,7 @@ def announce_resumption() -> Iterator[None]:
 
 @contextmanager
 def convert_errors(
-    kinds: type[Exception] | tuple[type[Exception], ...],
+    error_types: type[Exception] | tuple[type[Exception], ...],
     key: str,
     what: object,
     expected: str,
@@ -213,7 +213,7 @@ def convert_errors(
     """Turn errors of some types in a `with` block into a UserError that quotes their message.
 
     Args:
-        kinds: the types of errors.
+        error_types: the types of errors.
         key: the key that the UserError names.
         what: the thing that could not be read or used, such as a path. The quoted message follows.
         expected: a description of what was expected.
@@ -225,7 +225,7 @@ def convert_errors(
     """
     try:
         yield
-    except kinds as error:
+    except error_types as error:
         # Errors of the operating system have a short message, `strerror`, without the path.
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, ValidationError):  # It may hold several errors; quote the first.

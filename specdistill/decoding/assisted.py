@@ -161,10 +161,10 @@ def choose_token(scores_1V: Tensor, proposal: Proposal, index: int) -> Tensor:
         proposal.tokens[index : index + 1],
         proposal.probabilities[index : index + 1].to(probs_1V.device),
     )
-    # Test this draft token alone, as a proposal of one token. If it is rejected, `path` is empty,
-    # and `other_token` replaces it. If it is accepted, `other_token` is a token after it, which is
-    # not used: the next call draws that token. verify_sampled needs a distribution for the unused
-    # token, too. Any distribution will do, so the first row is repeated.
+    # Test this draft token alone, as a proposal of one token. verify_sampled needs two rows of
+    # target distributions: one for the draft token, and one for the token after it. The second row
+    # only repeats the first, because the token after an accepted one is not used: the next call
+    # draws it. If the draft token is rejected, `path` is empty, and `other_token` replaces it.
     path, other_token = verify_sampled(
         tested,
         probs_1V.expand(2, -1),

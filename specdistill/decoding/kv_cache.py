@@ -308,13 +308,14 @@ class DraftKVCache(BatchKVCache):
         if self._window is not None:
             self._first = max(0, start - self._window + 1)
 
-        # Build the mask that all layers use, if one is needed. A single token needs none, because
-        # it sees all positions that were not skipped. Several tokens without a mask are left to
-        # `attend_cached`, which applies causality and the window itself. It can do so without a
-        # mask on CUDA, where a kernel does both, and for a prompt (start = 0) that is no longer
-        # than the window, where plain causality is enough. Otherwise it would build the same mask
-        # in each layer. Row i of the mask is the query at position start + i, and column j the
-        # position first + j.
+        # Build the mask that all layers use, if one is needed:
+        # - A single token needs none, because it sees all positions that were not skipped.
+        # - Causal tokens on CUDA, or of a prompt (start = 0), are left to `attend_cached`, which
+        #   applies causality and the window itself. It usually needs no mask: on CUDA a kernel does
+        #   both, and in a prompt that is no longer than the window causality is enough. For a
+        #   longer prompt on a CPU it builds the mask itself, once in each layer.
+        # - All other tokens get a mask here. Row i is the query at position start + i, and column j
+        #   the position first + j.
         self._mask = None
         can_omit_mask = is_causal and (device.type == "cuda" or start == 0)
         if count > 1 and not can_omit_mask:

@@ -81,9 +81,11 @@ def compute_logits_in_float64(
             raise UserError(
                 "target.dtype",
                 got=f"float32 for {target.name}, whose model class cannot run in float64",
-                expected=(
-                    "bfloat16 or float16: a float32 target runs again in float64 where its two best"
-                    " tokens are nearly equal, and a 16-bit target does not"
+                text=(
+                    f"target.dtype: the model class of {target.name} cannot run in float64. A"
+                    " float32 target has to: where its two best tokens are nearly equal, a second"
+                    " pass in float64 decides between them. Type target.dtype=bfloat16 or"
+                    " target.dtype=float16, which need no second pass."
                 ),
             ) from error
         finally:

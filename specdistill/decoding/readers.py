@@ -283,11 +283,11 @@ class CompiledTarget:
         """
         target = self.target
 
-        # Read PROMPT. Then read REJECTED_TOKENS (a root and a draft token), and keep only the root.
-        # NEXT_TOKENS begins with the same root: read the token that follows it there. In plain
-        # decoding a pass has a single token (`num_tokens` is 1), so the root is read without the
-        # draft token. On CUDA all this is repeated, so that the compared pass replays the recorded
-        # graph.
+        # 1. Read PROMPT.
+        # 2. Read REJECTED_TOKENS, a root and a draft token, and keep only the root. In plain
+        #    decoding a pass has a single token (`num_tokens` is 1), so the root is read alone.
+        # 3. Read the second token of NEXT_TOKENS. The first one is the root, which was read in 2.
+        # On CUDA all this is repeated, so that the compared pass replays the recorded graph.
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):
                 self.begin([PROMPT])
@@ -314,10 +314,13 @@ class CompiledTarget:
             raise UserError(
                 KEY,
                 got=(
-                    f"true for {target.name}, a {type(target.model).__name__}, which reads padded"
-                    " proposals differently from unpadded ones"
+                    f"true for {target.name}, a {type(target.model).__name__}, whose compiled"
+                    " passes give other hidden states than its ordinary passes"
                 ),
-                expected="false for this target",
+                expected=(
+                    "false for this target: its outputs may depend on the padding that compiled"
+                    " passes add to each proposal"
+                ),
             )
 
 

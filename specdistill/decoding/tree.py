@@ -103,17 +103,17 @@ class TreePass:
 
     @classmethod
     def begin_at_root(cls, num_text: Sequence[int], device: torch.device) -> "TreePass":
-        """Return the pass that `add_level` extends by the first level of nodes.
-
-        It holds the sequences without any node. Each ends at its root.
+        """Return a pass without nodes, whose `add_level` returns the pass over the first level.
 
         Args:
-            num_text: the number of tokens in the KV cache of each sequence. The root is the last.
+            num_text: the number of tokens in the KV cache of each sequence. The root is the last of
+                them, so it counts as text here.
             device: the model's device.
         """
-        # `ancestors_BTF` is [rows, nodes of the last level, tree nodes in the KV cache]. The first
-        # level will extend the root. So the root stands for the last level here, as its only node,
-        # with index 0 (T = 1). No tree nodes are in the cache yet (F = 0).
+        # `ancestors_BTF` has a row for each node of the last level, and a column for each tree node
+        # in the KV cache. The root is the parent of the first level, so it has a row, with index 0
+        # (T = 1). But it is in the cache as text, which every node sees, so it has no column
+        # (F = 0).
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -128,7 +128,8 @@ class TreePass:
 
         Args:
             trees: one for each row.
-            num_text: the number of tokens in the KV cache of each row, without the root.
+            num_text: the number of tokens in the KV cache of each row. The root is not one of them:
+                this pass reads it, as the first node.
             device: the model's device.
         """
         # The root (node -1) has index 0, and node i has index i + 1. A node sees itself and all

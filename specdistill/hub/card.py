@@ -104,8 +104,9 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
     release = contents.release
     report = contents.release.report
 
-    # Find the engines that serve the draft. If it was measured behind a lookup, which drafts first,
-    # say which engines support that.
+    # Find the engines that serve the draft. It may have been measured behind a lookup, which
+    # proposes what followed the last tokens earlier in the text; the draft then runs only if
+    # nothing is found. In this case, say which engines support that.
     lookup = read_measured_lookup(report["settings"])
     engines = [
         ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command
@@ -113,11 +114,14 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
     num_tokens = report["settings"]["num_speculative_tokens"]
     lookup_text = describe_lookup(engines, lookup, num_tokens) if lookup else ""
 
-    # Format the tables. The changes since the last release (`baseline`) are left out here, because
-    # the card has a section about them.
+    # Format the table of the measurement. The changes since the last release (`baseline`) are left
+    # out here, because the card has a section about them.
     measurement = format_measurement(
         {name: part for name, part in report.items() if name != "baseline"}
     )
+
+    # List the models and data sets that the draft was made from: the role of each in the draft, its
+    # name and its licence.
     part_rows = [
         (part.what, escape_markdown(part.name), escape_markdown(part.shown))
         for part in contents.parts
@@ -207,13 +211,17 @@ def format_eval_command(contents: CardContents) -> str:
     if server_keys:
         values["eval.engine"] = engine
 
-    # Add the settings that differ from their defaults.
-    drafting = settings.get("drafting", {})
-    for name in (*SETTINGS, *drafting):
-        value = drafting.get(name, settings.get(name))
+    # Add the settings that differ from their defaults: those of every measurement (`SETTINGS`), and
+    # those of this draft, such as `lookup_first`, which the report lists under `drafting`.
+    draft_settings = settings.get("drafting", {})
+    for name in (*SETTINGS, *draft_settings):
+        value = draft_settings.get(name, settings.get(name))
         key = server_keys.get(name, name)
         if key in eval_keys and value is not None and value != find_default(eval_keys[key]):
             values[f"eval.{key}"] = value
+
+    # llama.cpp reads target and draft from GGUF files, which fix the data type of the weights. All
+    # others load the target in `target.dtype`, whose default is float32.
     if engine == "llama.cpp":
         values |= {f"eval.llama_cpp.{key}": file for key, file in GGUF_FILES.items()}
     elif report["target"].get("dtype", "float32") != "float32":

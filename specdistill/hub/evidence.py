@@ -186,9 +186,10 @@ def _judge_again(
         refusals = []
     except UserError as error:
         # The two reports measured different things, so rules about regressions cannot be decided.
-        # The published report has these rules without a value, and its section `baseline` says why
-        # there are no changes. The refusals come from a report without these rules, because one
-        # refusal for all of them is enough.
+        # Judge twice in this case. The report to publish has all rules, those about regressions
+        # without a value, and its section `baseline` says why there are no changes. The other
+        # report leaves these rules out and is only read for refusals below, because one refusal for
+        # all of these rules is enough.
         assert last is not None
         changes = build_changes(measured, last)
         published_report = {**judge(rules, measured), "baseline": changes}

@@ -274,9 +274,11 @@ def _choose_folder(options: PublishOptions) -> Path:
     if options.output_dir is None and folder.exists() and not is_earlier_release:
         raise UserError(
             "output_dir",
-            got=f"null, and the default folder {folder} is not an earlier release, which would be"
-            " replaced",
-            expected="a new folder",
+            got=f"null, and the default folder {folder} holds something else than a release",
+            text=(
+                f"output_dir: the default folder {folder} exists and holds something else than an"
+                " earlier release, so it is not replaced. Choose a new folder with output_dir=PATH."
+            ),
         )
     return folder
 
@@ -687,8 +689,11 @@ def format_serving_lines(
         exports: by engine, the draft that was exported for it into a folder of that name.
     """
     assert served.method is not None
+
+    # The field `output` has the name of the draft's repository here, OWNER/NAME. The commands
+    # download an export into a local folder NAME.
     repository = served.output
-    local = served.output.name
+    local_folder = served.output.name
 
     # Engines without a command for serving are left out.
     for name, serving in METHODS[served.method].serving().items():
@@ -704,14 +709,14 @@ def format_serving_lines(
         if name in exports:
             exported = replace(
                 served_draft,
-                output=Path(local) / name,
+                output=Path(local_folder) / name,
                 draft_revision=None,
                 serving=serving,
                 config=exports[name].config,
             )
             download = (
-                f"hf download {repository} --revision {served.draft_revision} --local-dir {local}"
-                f" --include {shlex.quote(f'{name}/*')}"
+                f"hf download {repository} --revision {served.draft_revision}"
+                f" --local-dir {local_folder} --include {shlex.quote(f'{name}/*')}"
             )
             yield engine.title, f"{download}\n{engine.serve_command(exported)}"
         elif can_load_directly(engine, served.method, draft):

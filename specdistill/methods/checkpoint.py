@@ -462,15 +462,18 @@ def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | 
     method_name = raw.get("speculators_model_type")
     if method_name is None:
         return None
-    layer_config: RawConfig | None = raw.get("transformer_layer_config")
-    if method_name != kind or not layer_config:
+    if method_name != kind:
         raise UserError(
             key,
-            got=(
-                f"speculators_model_type {method_name} with {'a' if layer_config else 'no'}"
-                " transformer_layer_config"
-            ),
-            expected=f"{kind} with a transformer_layer_config",
+            got=f"a draft whose config.json has speculators_model_type {method_name}",
+            expected=f"a draft with speculators_model_type {kind}",
+        )
+    layer_config: RawConfig | None = raw.get("transformer_layer_config")
+    if not layer_config:
+        raise UserError(
+            key,
+            got="a draft whose config.json has no section transformer_layer_config",
+            expected="a config.json with this section, which describes the draft's layers",
         )
     return layer_config
 

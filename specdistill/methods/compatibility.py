@@ -242,8 +242,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
         yield warning(
             "d2t seems to hold target ids, and not target id - draft id: it grows with each of the"
             f" {num_tokens} draft tokens, as ids do",
-            "store target id - draft id in d2t, unless no two draft tokens have consecutive target"
-            " ids",
+            "store target id - draft id in d2t; or, if no two draft tokens have consecutive target"
+            " ids, ignore this warning, because d2t may then be correct",
         )
     if t2d is None or t2d.is_meta:
         return
@@ -266,16 +266,18 @@ def _compare_rope(
     Heads and layers are usually trained with the target's rotary embedding. A draft model has its
     own, which is just as good, so it is not compared.
     """
-    # Read the rotary settings of the draft: from the shape of a head, else from config.json. A
-    # config.json that states none has nothing to compare.
+    # Read the rotary settings of the draft: from the shape of a head, else from config.json. An
+    # entry is one rotary embedding; config.json may have one for each kind of layer (full and
+    # sliding attention). A config.json without any has nothing to compare.
     if isinstance(shape, HeadShape):
         entries = [normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))]
     else:
         has_rope = model_config.get("rope_parameters") or model_config.get(THETA)
         entries = read_entries(model_config) if has_rope else []
 
-    # Read the settings of the target. For a target with several kinds of layers, a fresh head gets
-    # the entry that `choose_entry` returns, so this one is allowed too.
+    # Read the entries of the target. A fresh head gets one of them, changed by `choose_entry` so
+    # that all dimensions are rotated. The changed entry may differ from all of the target's, so it
+    # is allowed too.
     parameters = target.text_config.get("rope_parameters")
     expected = read_entries(target.text_config)
     if isinstance(shape, HeadShape) and parameters:
@@ -294,6 +296,6 @@ def _compare_rope(
             if name != THETA or closest[THETA] is not None:
                 yield warning(
                     what,
-                    "if the draft was trained with the target's, correct the draft's config.json;"
-                    " otherwise ignore this warning",
+                    "if the draft was trained with the target's value, correct the draft's"
+                    " config.json; otherwise ignore this warning",
                 )

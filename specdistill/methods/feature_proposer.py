@@ -180,11 +180,13 @@ class FeatureProposer(TokenProposer[ModuleT]):
     def count_committed(self, state: DecodingState) -> list[int]:
         """Return how many tokens of each row the target has read: all but the last.
 
-        Also checks that the draft's KV cache holds these positions, except those that the last
-        round committed (`state.num_fresh` of each row): the draft reads them only in this round.
+        Also checks that the draft's KV cache holds all of these tokens except the fresh ones: those
+        that the target has read since the last proposal. The draft reads them after this check. For
+        example, if a row has 10 tokens, the target has read 9. If 3 of the 9 are fresh, the cache
+        must hold 6.
 
         Args:
-            state: the sequences so far.
+            state: the sequences so far, with the number of fresh tokens of each (`num_fresh`).
         """
         # The target reads the last token of a row only in the next pass.
         num_committed = [len(ids) - 1 for ids in state.token_ids]

@@ -338,7 +338,7 @@ class ModelConfigInfo:
 
     @cached_property
     def converted(self) -> frozenset[str]:
-        """The names of the quantized parameters: those that quantization has converted.
+        """The names of the parameters of `model` that are quantized in the checkpoint.
 
         These are all matrices, except for the embedding table, the LM head, and the modules that
         the config's `quantization_config` excludes.
@@ -365,22 +365,23 @@ class ModelConfigInfo:
     def converted_itemsize(self) -> float:
         """The average number of bytes of a quantized weight, its share of the scales included.
 
-        This is (stored bytes - bytes of all weights that are not quantized) / quantized weights.
-        Checkpoints may also hold multi-token-prediction layers, which transformers' model lacks.
-        Each of them is taken to be as large as the model's last layer. Without quantized weights,
-        or if the stored bytes are unknown, the result is the size of an unquantized weight.
+        This is an estimate: (stored bytes - bytes of all unquantized weights) / number of quantized
+        weights. The stored bytes include any multi-token-prediction (MTP) layers, which
+        transformers' model lacks. Each MTP layer is assumed to have as many quantized weights as
+        the model's last layer, and no others. Without quantized weights, or if the stored bytes are
+        unknown, the result is the size of an unquantized weight.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()
 
-        # Count the weights that were not quantized, and the quantized ones. The weights of the last
-        # layer are counted once more for each multi-token-prediction layer.
+        # Count the unquantized and the quantized weights (`converted`). The quantized weights of
+        # the last layer are counted once more for each MTP layer.
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         last_layer = f".layers.{self.text.num_hidden_layers - 1}."
-        num_further_layers = self.native_mtp[1] if self.native_mtp else 0
+        num_mtp_layers = self.native_mtp[1] if self.native_mtp else 0
         num_unquantized = sum(size for name, size in sizes.items() if name not in self.converted)
         num_quantized = sum(
-            sizes[name] * (1 + num_further_layers if last_layer in name else 1)
+            sizes[name] * (1 + num_mtp_layers if last_layer in name else 1)
             for name in self.converted
         )
 

@@ -190,7 +190,8 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
     Args:
         source: the value of `data.source`.
         split: the split that is read from sources that name no split.
-        columns: the column names of sources that give none: specdistill's name, then the source's.
+        columns: maps specdistill's name of a column to the source's name, for sources whose entry
+            has no `columns`.
 
     Raises:
         UserError: if a path does not exist or is of a wrong kind, if a file does not have the

@@ -306,9 +306,14 @@ def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
 def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a section with the choice of its variant, for pydantic to check.
 
-    Keys that only other variants have are left out if they are at their defaults. Otherwise they
-    stay, and pydantic reports them as unknown. A null is left out, too, if this variant requires
-    the key and other variants lack it, so that pydantic reports the key as missing.
+    The record of a run lists the keys of all variants, and must be accepted again, also with
+    another variant. So two kinds of values are left out:
+
+    - a key that only other variants have, if it is at its default. Any other value stays, and
+      pydantic reports the key as unknown;
+    - a null for a key that this variant requires and others lack. For example, the record of a run
+      with hidden_states.mode=online has `path: null`. With mode=offline, pydantic then reports
+      `path` as missing.
 
     Args:
         field: the pydantic field of the section, a union of variants.
@@ -327,9 +332,8 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     # - the optional keys of this variant;
     # - keys that no variant has, which pydantic reports as unknown;
     # - all other keys, if they differ from their defaults. These are keys of other variants, and
-    #   required keys of this one. In the record of a run, which lists the keys of all variants,
-    #   such keys are at their defaults. For a required key that other variants lack this is null
-    #   (`find_default_in`).
+    #   required keys of this one. `find_default_in` returns None as the default of a required key
+    #   that other variants lack.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields

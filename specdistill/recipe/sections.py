@@ -248,6 +248,8 @@ def _choose_regeneration_variant(values: object) -> str | None:
     There are three: without generation, with generation in this process, and on servers. None means
     that the value is no section, which pydantic reports.
     """
+    # The value may be a section already, e.g. the default. All three classes derive from
+    # NoRegeneration.
     if isinstance(values, NoRegeneration):
         return type(values).__name__
     if not isinstance(values, Mapping):
@@ -748,11 +750,12 @@ class LlamaCppConfig(Section):
     )
     batch_size: int | None = option(
         None,
-        "maximum tokens of a batch of all requests, which is then divided (logical batch)",
+        "most tokens, of all requests, in a logical batch, which the server divides into physical"
+        " batches of at most ubatch_size tokens",
         ge=1,
     )
     ubatch_size: int | None = option(
-        None, "maximum tokens of a batch in one forward pass (physical batch)", ge=1
+        None, "most tokens in a physical batch, which is one forward pass", ge=1
     )
     threads: int | None = option(None, "CPU threads", ge=1)
     spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)

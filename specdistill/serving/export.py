@@ -317,7 +317,8 @@ def _prepare_target(
         output_dir: the folder of the export. A merged target is written to `<output_dir>-target`.
         drafting: the fields of `Served` so far. `revision` becomes None in it if the target is
             replaced by a new folder, which has no revision.
-        cleanup: gets a callback that removes the merged target.
+        cleanup: gets a callback that removes the merged target if the export fails. After a
+            successful export the target is needed: the commands in SERVE.md serve it.
         merges: whether to merge an adapter.
         reads_gguf: whether the engine loads a GGUF target as it is.
     """
@@ -338,7 +339,9 @@ def _prepare_target(
 def _check_token_replacements(settings: Mapping[str, Any], engine: str, draft: Path) -> None:
     """Raise UserError for a draft that was measured with `eval.token_replacements`.
 
-    No engine can replace draft tokens, so a served draft would not accept what was measured.
+    This setting maps texts of target tokens to the texts that the draft reads and writes instead.
+    No engine can do this, so a served draft would propose other tokens than those that were
+    measured.
 
     Args:
         settings: the settings in the draft's report.
@@ -626,8 +629,8 @@ def serve_md(
         findings: the findings of the check of the draft against its target.
         note: what to know before serving, a sentence without its full stop; empty if nothing.
     """
-    # Fill the dtype and the tokens of one sequence into the engine's flags, and those of four
-    # sequences, which stand for several requests at once.
+    # The engine's flags are texts with {length}, {total} and {dtype}, e.g. `--dtype {dtype}`. Fill
+    # in the most tokens of one sequence, those of four sequences at once, and the dtype.
     assert engine.serve_command is not None
     values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]

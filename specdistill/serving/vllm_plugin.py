@@ -186,7 +186,8 @@ def put_in_front(config: LookupFirstConfig) -> None:
     """Install the lookup in this process of vLLM, and print to its log that it is installed.
 
     A measurement looks for this line in the log, to be sure that the server uses the lookup.
-    `cache` makes sure that the method is wrapped only once, however many workers are created.
+    The decorator `cache` makes sure that vLLM's method is wrapped only once, however many workers
+    are created.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

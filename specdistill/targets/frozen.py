@@ -369,10 +369,11 @@ class FrozenTarget:
 
     @cached_property
     def _maskless(self) -> list[PreTrainedConfig]:
-        """The configs whose attention can do without a mask over a KV cache, on a GPU.
+        """The configs whose attention needs no mask in passes that continue a KV cache, on a GPU.
 
-        The list is empty on a CPU, and if the class uses more than causal attention (see
-        `find_maskless_configs`).
+        `features` passes them to `replace_attention`. Parts of a model may have configs of
+        their own, so there can be several. The list is empty on a CPU, and if the class uses more
+        than causal attention (see `find_maskless_configs`).
         """
         return find_maskless_configs(self.model) if self.device.type == "cuda" else []
 

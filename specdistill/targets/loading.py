@@ -578,7 +578,8 @@ def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrai
         raise UserError(
             key, got=f"{adapter}, an adapter of {base_name}", expected=f"an adapter of {base}"
         )
-    # The name of the base is checked above, and peft would warn about it again.
+    # The adapter is only merged, so its weights need no gradients. Without the name of the base,
+    # peft does not warn that the model has another name; the name was checked above.
     config.inference_mode = True
     config.base_model_name_or_path = None
 

@@ -365,10 +365,10 @@ def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @torch.no_grad()
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs whose attention can be replaced by one without masks over a KV cache.
+    """Return the configs whose attention `attend` can replace in passes that continue a KV cache.
 
-    They are passed to `replace_attention`. A pass over a few tokens checks that the replaced
-    attention is right.
+    `attend` needs no mask there. The configs are passed to `replace_attention`. Passes over a few
+    tokens check that the model computes the same hidden states with `attend`.
 
     Returns:
         The configs; empty for a class whose attention uses more than causality, a sliding window

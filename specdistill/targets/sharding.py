@@ -101,8 +101,9 @@ def shard_class(
         for layer in layers:
             fully_shard(layer, mesh=mesh)
 
-        # The backbone is wrapped too, so that all layers follow one schedule. Its parameters
-        # outside of the layers stay whole.
+        # Wrap the backbone, too. As the common root, it gives the layers one schedule of when each
+        # is gathered and freed again; otherwise each layer would be a root of its own. All
+        # parameters of the model that are outside of the layers stay whole.
         sharded_parameters = set[nn.Parameter]()
         for layer in layers:
             sharded_parameters.update(layer.parameters())

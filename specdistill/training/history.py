@@ -282,8 +282,8 @@ class ProgressLines(TrainerCallback):
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
 
         # Format the figures. Estimate the time left from the steps since training began or resumed,
-        # once MIN_PARTS of them are done (here the parts of the task are steps). At the last step
-        # one is enough, because no time is left.
+        # once MIN_PARTS steps are done. Progress lines of other tasks wait for as many parts. At
+        # the last step one is enough, because no time is left.
         texts = [
             template.format(figures[name])
             for name, template in PROGRESS_FIGURES.items()

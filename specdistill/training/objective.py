@@ -269,7 +269,8 @@ class Objective(nn.Module):
         """Count the loss tokens of a prepared batch; the trainer divides the loss by their number.
 
         By default these are the tokens that the draft predicts at its first position. The count is
-        a scalar. In a subclass whose loss has P sums, it may be [P], one count for each sum.
+        a scalar. In a subclass whose loss has P sums, one for each drafted position, it may be [P]:
+        each sum is then divided by its own count.
         """
         return select_loss_rows(
             batch["position_ids"], batch["loss_positions"], ahead=self.ahead

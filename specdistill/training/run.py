@@ -198,7 +198,7 @@ class TrainingRun:
         """
         # Lock the folder, because only one run may write into it. One process locks the folder, and
         # the others wait for it at the barrier. If an earlier run was killed in this folder, a
-        # warning suggests lowering the key `saves_memory`.
+        # warning suggests lowering the batch size, whose key is passed as `saves_memory`.
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(
@@ -503,7 +503,8 @@ def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[s
     `publish`. For a finished run, the keys of its length are left out, too, because training
     further means to raise them.
     """
-    # A recipe that is read from a file may be broken, so its sections need not be mappings.
+    # The recorded recipe is read from a file, which may have been edited. So `train` need not be a
+    # mapping, and `target` may be missing or empty.
     train = recipe.get("train")
     if isinstance(train, dict):
         irrelevant_keys = (*BATCH_KEYS, *DURATION_KEYS) if is_finished else BATCH_KEYS

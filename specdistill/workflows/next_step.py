@@ -35,7 +35,8 @@ NextStep = tuple[str, list[str]]
 def describe_next_step() -> NextStep:
     """Describe the newest run below the working directory, and how to continue it.
 
-    Without a run of a draft, the newest measurement of a lookup is described.
+    Without a run of a draft, the newest measurement of a lookup is described. A lookup, such as
+    `ngram`, is a method that is not trained, so it leaves no run.
 
     Returns:
         A sentence about the state of the run, and the commands that continue it. If there is no run
@@ -103,14 +104,14 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     # Export the lookup for the measured engine if it can serve the method, and for vLLM otherwise.
     engine = "vllm"
     if measured_engine in ENGINES:
-        # `serving()` has an entry for each engine for which the method can be exported. Exports for
-        # llama.cpp have the name of their file format, `gguf`, which is in its field `layouts`.
-        # Other engines export by their own name.
+        # `serving()` has an entry for each engine for which the method can be exported. An engine
+        # may load what is exported for another one, which its field `layouts` then names: llama.cpp
+        # loads exports for `gguf`. For all other engines the field is empty.
         export_name = ENGINES[measured_engine].layouts or measured_engine
         engine = measured_engine if export_name in METHODS[method].serving() else "vllm"
-    # `export` reads from the report how tokens are looked up (`drafting`). A report has no such key
-    # if it is of a server that was running already, which does not say how it looks up. `export`
-    # refuses such a report.
+    # `export` reads from the report how tokens are looked up (`drafting`). If the measured server
+    # was running already, the report has no such key, because a server does not say how it looks
+    # tokens up. `export` refuses such a report.
     report_keys = [f"report={folder}"] if "drafting" in report["settings"] else []
     row = report["results"][0]
     gain = phrases.format_gain(row) if "speedup" in row else "no speedup measured"

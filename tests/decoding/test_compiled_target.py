@@ -153,7 +153,7 @@ class Summing(LlamaForCausalLM):  # type: ignore[misc]
         (lambda: Branching(tiny_target_model().config).eval(), "a Branching: "),
         (
             lambda: Summing(tiny_target_model(num_layers=1).config).eval(),
-            "a Summing, which reads padded proposals",
+            "a Summing, whose compiled passes give other hidden states",
         ),
     ],
     ids=["recurrent", "branching", "summing"],

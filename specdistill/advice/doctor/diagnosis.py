@@ -471,9 +471,9 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
         may_be_zero = name.endswith(".bias")
         if largest == 0 and "norm" in name and not may_be_zero:
             name_in_layer = LAYER.sub("", name.removesuffix(".weight"))
-            # A norm that the built model lacks is treated like the norms that it has: it counts as
-            # one that multiplies by 1 + weight if any of those does. The norms around the layer of
-            # a multi-token-prediction draft are an example.
+            # The built model lacks some norms of a multi-token-prediction draft: those around its
+            # decoder layer. A norm that the model lacks is judged by the norms that it has: it may
+            # be zero if any of them multiplies by 1 + weight.
             adds_one_by_norm = get_norms_that_add_one()
             any_norm_adds_one = any(adds_one_by_norm.values())
             may_be_zero = adds_one_by_norm.get(name_in_layer, any_norm_adds_one)
@@ -690,7 +690,7 @@ def _compare_with_training(
             return [problem(accepted)]
         return [
             warning(
-                f"{accepted}, as in the draft's training",
+                f"{accepted}, and few draft tokens were accepted in the draft's training, too",
                 "train the draft longer, or with a larger learning rate",
             )
         ]

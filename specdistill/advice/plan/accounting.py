@@ -75,7 +75,7 @@ LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 # cache looks faster than it is.
 BANK_BYTES = 128 * 2**20
 
-# Small matrices would need thousands of products to fill the bank. This many are enough to time.
+# So many small matrices are enough to time. Thousands would be needed to fill BANK_BYTES.
 MAX_MATRICES = 64
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32)  # the numbers of input rows that are timed
 # The number of input rows that stands for a training step, whose products have hundreds of rows or
@@ -413,7 +413,7 @@ def measure_machine(
     Returns:
         The CPU with its measured speeds.
     """
-    # Time products with few rows in both dtypes, and take the dtype that decodes faster.
+    # Time products with few rows in float32 and bfloat16, and take the dtype that decodes faster.
     facts = describe_hardware(torch.device("cpu"))
     times = {
         name: time_products(getattr(torch, name), width, inner_width, num_parameters)
@@ -427,7 +427,7 @@ def measure_machine(
     # Time what a training step does: products with many rows, and copies. A product with one row
     # has two operations per element of the matrix.
     training = time_products(training_dtype, width, inner_width, num_parameters, [TRAINING_ROWS])
-    # A copy reads and writes every byte.
+    # A copy reads and writes every byte. BANK_BYTES are more than the CPU's cache holds.
     bytes_per_second = 2 * BANK_BYTES / time_fastest(torch.ones(BANK_BYTES // 4).clone)
     return Machine(
         name=f"this machine ({facts['name']}, {facts['cpu_threads']} threads)",

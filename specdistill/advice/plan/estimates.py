@@ -475,15 +475,17 @@ def _count_draft_bytes(
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
 
-    # `parameters` counts the own weights of all such layers. A quantized weight takes
-    # `target.converted_itemsize` bytes on average.
-    all_bytes = parts.parameters * target.converted_itemsize
-
-    # A step reads one layer and the target's LM head, which is not quantized: `read` counts both.
-    # `copied` counts the target's two tables, embedding and LM head, which are equally large.
+    # The parameters of such layers are counted in three ways:
+    # - `parts.parameters`: the own weights of all layers;
+    # - `parts.read`: what a step reads, which is one layer and the target's LM head;
+    # - `parts.copied`: the target's embedding and LM head, which are equally large.
     lm_head_parameters = parts.copied / 2
+    layer_parameters = parts.read - lm_head_parameters
+
+    # A quantized weight takes `converted_itemsize` bytes on average. The LM head is not quantized.
+    all_bytes = parts.parameters * target.converted_itemsize
     lm_head_bytes = lm_head_parameters * itemsize
-    layer_bytes = (parts.read - lm_head_parameters) * target.converted_itemsize
+    layer_bytes = layer_parameters * target.converted_itemsize
     return all_bytes, lm_head_bytes + layer_bytes
 
 
@@ -850,8 +852,8 @@ def find_recipe(
 
     Returns:
         The name and the keys of the recipe that names the target or is for its sizes. If there is
-        none: the name of the recipe for small targets, or else of the one for pico, and no keys. If
-        there is no recipe at all: None and no keys.
+        none: the name of the recipe for small targets, or else of the one for pico (the tiny target
+        that ships with the package), and no keys. If there is no recipe at all: None and no keys.
     """
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")

@@ -278,7 +278,8 @@ def recommend_method(
         - `start`: the commands that train or measure it;
         - `lookup`: the command that measures n-gram lookup;
         - `alternatives`: other recipes and methods, in words;
-        - `generated`: if a `recipe` is recommended, the commands for the best draft without one.
+        - `generated`: if a `recipe` is recommended, commands for the best draft that has no such
+          recipe; they are put together from estimates.
     """
     # In any case, recommend to measure n-gram lookup, because it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)

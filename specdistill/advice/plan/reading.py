@@ -42,8 +42,8 @@ METHOD_PATTERNS = OTHER_METHODS | {
     "draft_model": r"draft",
 }
 
-# The words that the Hub is searched for. Each word takes one request, or two for a target with a
-# Hub id.
+# The words, common in the names of drafts, that the Hub is searched for. Each word takes one
+# request, or two for a target with a Hub id.
 SEARCH_WORDS = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
@@ -279,9 +279,10 @@ def find_published_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraf
             f"{constants.ENDPOINT}/api/models", params={"limit": 1}, timeout=TIMEOUT_SECONDS
         ).raise_for_status()
 
-        # For each word, list first the repositories whose card names the target as base model, and
-        # then all repositories with this word, of which those with the target's name are taken.
-        # `setdefault` keeps the first entry of a draft that is found in both ways.
+        # For each word that is common in names of drafts, such as `eagle`, search twice. First list
+        # the repositories whose card names the target as base model. Then list all repositories,
+        # and take those with the target's name. `setdefault` keeps the first entry of a draft that
+        # is found in both ways.
         for search in SEARCH_WORDS:
             for base in [f"base_model:{hub_id}", None] if hub_id else [None]:
                 models = HfApi().list_models(

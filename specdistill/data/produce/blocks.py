@@ -213,7 +213,8 @@ class AnswerFile:
         line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
         with self._lock, on_disk(self.path.parent):
             start = self._file.tell()
-            # A full disk takes a part of the line without an error. Remove the part in this case.
+            # A full disk takes a part of the line without an error. Remove the part in this case,
+            # and raise an error, which `on_disk` converts to a ResourceError.
             if self._file.write(line) != len(line):
                 self._file.truncate(start)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

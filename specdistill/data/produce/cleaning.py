@@ -63,7 +63,8 @@ class SuiteIndex:
 
     def __init__(self, suites: Iterable[Suite]) -> None:
         # The n-grams ("pieces") by their first MAX_SHORT_WORDS words, so that few of them have to
-        # be compared at each word of a row. The key of a piece with fewer words is the whole piece.
+        # be compared at each word of a row. A piece with fewer words is its own key. Each piece has
+        # the name of its prompt, `suite: id of the prompt`.
         self.pieces: dict[WordTuple, dict[WordTuple, str]] = {}
         for suite in suites:
             for row in suite.rows:
@@ -95,17 +96,20 @@ class SuiteIndex:
             else [message["content"] or "" for message in row["messages"] or ()]
         )
 
-        # `self.pieces` has the sequences of words to look for. Its keys are their first
-        # MAX_SHORT_WORDS words, or all words of a shorter sequence. Look up each MAX_SHORT_WORDS
-        # consecutive words of the text. A text with fewer words is looked up as a whole, so a
-        # shorter sequence is only found if it is the whole text.
+        # `self.pieces` holds the word sequences of the prompts, grouped by their first
+        # MAX_SHORT_WORDS words. At each place of the text, look up the group that begins with the
+        # same words, and compare its sequences with the text.
+        #
+        # A prompt with fewer than MAX_SHORT_WORDS words has all its words as the key. Only a text
+        # that is as short is looked up by such a key, so the prompt only matches a text that
+        # consists of the same words.
         for text in texts:
             words = tuple(split_words(text))
             for start in range(max(1, len(words) - MAX_SHORT_WORDS + 1)):
-                pieces = self.pieces.get(words[start : start + MAX_SHORT_WORDS], {})
-                for piece, place in pieces.items():
+                key = words[start : start + MAX_SHORT_WORDS]
+                for piece, prompt_name in self.pieces.get(key, {}).items():
                     if words[start : start + len(piece)] == piece:
-                        return place, " ".join(piece)
+                        return prompt_name, " ".join(piece)
         return None
 
 

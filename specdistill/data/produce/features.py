@@ -377,7 +377,10 @@ class GeneratedFeatures:
         ]
 
     def _read_waiting(self, documents: Sequence[list[int]]) -> Tensor | None:
-        """Read the features of a row from files that a server wrote while it generated the row.
+        """Read the features of a row from its waiting files, if there is one for each document.
+
+        A server wrote a document's file while it generated the document. The file waits in
+        `self.folder` until a row with this document needs its features.
 
         Args:
             documents: the token ids of each document in the row.

@@ -277,13 +277,15 @@ def generate_block(
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
             # Divide the tokens that are left among the streams that still have tasks. The share
-            # MIN_FILL of the wanted tokens is enough (see `output.num_missing`), so the tokens so
-            # far count as somewhat more: with MIN_FILL = 0.995, 995 tokens count as 1,000.
+            # MIN_FILL of the wanted tokens is enough, because the last few would take as long as a
+            # full batch. So the tokens so far count as somewhat more: with MIN_FILL = 0.995, 995
+            # tokens count as 1,000.
             num_counted = output.tokens / MIN_FILL
             num_left = num_tokens - num_counted
 
-            # `output.num_wanted` begins with the counted tokens, that is, `num_tokens` without the
-            # tokens that are left. It rises by the share of each stream, up to `num_tokens`.
+            # `output.num_wanted` rises from `num_counted` by the share of each stream, up to
+            # `num_tokens`. It begins as a difference, so that the sum is `num_tokens` in spite of
+            # rounding.
             output.num_wanted = num_tokens - num_left
             total_share = sum(stream.share for stream in remaining)
             for stream in remaining:

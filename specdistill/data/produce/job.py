@@ -85,9 +85,9 @@ class Job:
 
     @cached_property
     def plan(self) -> str:
-        """The hash of everything that the generated answers depend on.
+        """The plan of the generated answers: a hash of everything that they depend on.
 
-        Recipes with equal hashes share generated blocks. Keys that only decide what happens to bad
+        Recipes with equal plans share generated blocks. Keys that only decide what happens to bad
         rows, how documents are divided into splits, and how they are packed are left out, so that
         changing such a key does not discard the answers.
         """

@@ -234,10 +234,13 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
         raise UserError(
             "data.max_length",
             got=f"{job.config.max_length}, but no row of data.source gives a prompt",
-            expected=f"texts of at least {job.config.generation.prompt_tokens} tokens (or a smaller"
-            " data.regenerate.prompt_tokens), or conversations whose prompts have at most"
-            f" {job.config.max_length // 2} tokens, half of data.max_length (or a larger"
-            " data.max_length)",
+            text=(
+                "data.max_length: generated no document from data.source; probably no row gives a"
+                f" prompt. A plain text must have at least {job.config.generation.prompt_tokens}"
+                " tokens: use longer texts, or lower data.regenerate.prompt_tokens. The prompt of a"
+                f" conversation may have at most {job.config.max_length // 2} tokens, half of"
+                " data.max_length: use shorter prompts, or raise data.max_length."
+            ),
         )
 
     # Warn if the sources had too few prompts for the number of tokens that the recipe asks for.
@@ -325,8 +328,13 @@ def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
                 "data.shard",
                 got=f"{path}, which holds block {header.get('block')} of the generation plan"
                 f" {header.get('plan')}",
-                expected=f"block {number} of the plan {job.plan}, which this recipe has; remove the"
-                " file to make it again",
+                text=(
+                    f"data.shard: {path} was made by another recipe, or was renamed. It holds block"
+                    f" {header.get('block')} of the generation plan {header.get('plan')}, but it"
+                    f" should hold block {number} of the plan {job.plan} (a plan is the hash of all"
+                    " settings that the generated answers depend on). Remove the file, and run"
+                    " `specdistill data make` to make it again."
+                ),
             )
     return paths, headers
 

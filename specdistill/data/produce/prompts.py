@@ -159,10 +159,10 @@ def make_chat_prompts(
             else:
                 filtered["long_prompt"] += 1
 
-            # Turns of the assistant without content are yet to be generated, and so is the turn
-            # after these messages. Only servers generate all of them, one after the other. The
-            # model in this process generates only the first. So it loses one turn for each turn
-            # without content: in [user, empty, user], the second answer.
+            # For example, [user, empty, user] needs two answers: one in place of the empty turn of
+            # the assistant, and one after the last message. Servers generate both, one after the
+            # other. The model in this process generates only the first, so the second is lost. In
+            # general, as many turns are lost as there are empty ones.
             num_follow_ups = sum(map(is_unanswered, messages))
             if num_follow_ups and not is_served:
                 filtered["follow_up"] += num_follow_ups

@@ -953,9 +953,10 @@ def _convert_to_integers(values: object) -> object:
 def _has_json_within(feature: object) -> bool:
     """Return whether a column has lists of objects in which some key has values of several types.
 
-    datasets gives such a key the type Json. It then takes a text such as "2" for JSON, and reads
-    the number 2. The caller reads these columns again, with the type Json for each object as a
-    whole: within the JSON of an object, {"content": "2"}, a text keeps its quotes.
+    Such columns are read wrongly: a text such as "2" becomes the number 2. That is because datasets
+    gives the key the type Json (here imported as `AnyJson`), and then takes the text for JSON. So
+    the caller reads these columns again, with the type Json for each object as a whole. Within the
+    JSON of an object, such as {"content": "2"}, a text keeps its quotes.
 
     Args:
         feature: the type that datasets found for the column.

@@ -370,7 +370,8 @@ def _check_loss(encoded: Document, text: str, where: str) -> Document:
     Raises:
         UserError: if none or all of the tokens carry loss.
     """
-    # With loss on all tokens, the template is taken to have altered the turns (ALTERED).
+    # Rows that cannot be used are counted by reason (`kind`). For loss on all tokens the reason is
+    # ALTERED, "altered by the chat template".
     num_marked = int(encoded["loss_mask"].sum())
     num_tokens = encoded["length"]
     if num_marked in (0, num_tokens):
@@ -378,8 +379,9 @@ def _check_loss(encoded: Document, text: str, where: str) -> Document:
             where,
             got=f"a conversation with loss on {'none' if num_marked == 0 else 'all'} of its"
             f" {num_tokens} tokens, {shorten_text(text)!r}",
-            expected="loss on the assistant's tokens only, so neither on none nor on all (or"
-            " data.loss_mask=all for loss on all tokens)",
+            expected="loss on some of the tokens, those of the assistant's turns; check that"
+            f" {'these turns are not empty' if num_marked == 0 else 'there are other turns, too'}"
+            " (or type data.loss_mask=all for loss on all tokens)",
             kind=UNLEARNED if num_marked == 0 else ALTERED,
         )
     return encoded

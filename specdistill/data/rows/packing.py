@@ -464,6 +464,7 @@ def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | No
         advice = f"draft.vocab_size={sufficient_size} would cover {MIN_COVERAGE:.0%}"
         key, hint = ("draft.init", "draft.init=null ") if init else ("draft.vocab_size", "")
         logger.warning(
-            f"{key}: {message}. The draft cannot propose the other tokens. {hint}{advice}."
+            f"{key}: {message}. The draft cannot propose any token outside this"
+            f" vocabulary. {hint}{advice}."
         )
     return coverage

@@ -64,6 +64,7 @@ COMPLETE_STORE_HINT = "a complete store; `specdistill data features` makes the m
 VERSION = 1  # of the layout above
 # The only key of the header's metadata: several keys would be written in arbitrary order.
 HEADER = "specdistill"
+# Fields of a completion request that ask a vLLM server for the hidden states of the answer, too.
 OUTPUT_STATES_REQUEST = {"kv_transfer_params": {"include_output_tokens": True}}
 HEADER_BYTES = 2048  # upper bound of the header: names, shapes and the origin
 
@@ -523,13 +524,13 @@ def take_hidden_states(
 
     Args:
         path: the file that the server named in its response.
-        ids: the tokens of the document, or of the prompt and the answer. The last token of an
-            answer is left out, because the target has not read it.
+        ids: the tokens of the document, or of the prompt and the answer without its last token. The
+            caller leaves that token out, because the target has generated it, but not read it.
         server: the server.
         folder: the folder where files of answers wait; None for a document.
-        prompt: the tokens of the prompt; none for a document. A server that does not support
-            OUTPUT_STATES_REQUEST writes the hidden states of the prompt alone. This is no error,
-            but such a file is of no use, and is removed.
+        prompt: the tokens of the prompt; none for a document. A server that ignores the fields
+            OUTPUT_STATES_REQUEST of the request writes the hidden states of the prompt alone. This
+            is no error, but such a file is of no use, and is removed.
 
     Returns:
         The hidden states [L, layers, D] of the L tokens in the file. D is the target's hidden size.

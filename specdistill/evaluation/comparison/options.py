@@ -49,13 +49,13 @@ class CommonOptions(MeasurementConfig):
     )
     trees_each: list[TreeConfig | None] = option(
         [],
-        "tree of each draft, in the order of drafts, null for a chain; []: all use the key tree",
+        "tree of each draft, in the order of drafts, null for a chain; []: all use the key `tree`",
         condition=CHAINS,
     )
     lookup_first_each: list[LookupFirstConfig | None] = option(
         [],
-        "lookup_first of each draft, in the order of drafts, null for none; []: all use"
-        " lookup_first",
+        "lookup that is tried before each draft, in the order of drafts, null for no lookup; []:"
+        " all use the key lookup_first",
         condition=SETTINGS_ARE_PER_DRAFT,
     )
     output_dir: str = option(..., "folder of the comparison and its reports")
@@ -88,10 +88,11 @@ def list_lookups(
         if lookup and draft_settings.tree:
             raise UserError(
                 "lookup_first_each",
-                got="a lookup in front of a draft that has a tree in trees_each",
+                got="a lookup in front of a draft that has a tree in trees_each or `tree`",
                 expected=(
-                    "null for this draft in trees_each, and its tree in its lookup, for example"
-                    " lookup_first_each=[{draft_tree: {branching: [2, 2]}}, null]"
+                    "the tree in the lookup's key draft_tree instead, for example"
+                    " lookup_first_each=[{draft_tree: {branching: [2, 2]}}, null]; set this draft's"
+                    " entry of trees_each to null, or leave `tree` out"
                 ),
             )
         if lookup:

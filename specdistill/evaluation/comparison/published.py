@@ -354,8 +354,10 @@ def list_differences(
         if getattr(published, name) is not None
     }
 
-    # Published figures are about drafts that are chains of K tokens, at some values of K.
-    drafting = lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT
+    # Published figures are about drafts that are chains of K tokens, at some values of K. The row
+    # may be about a lookup in front of the draft, or about a tree.
+    lookup_text = lookup_first(settings)
+    drafting = lookup_text or describe_tree(row["tree"]) or CHAIN_TEXT
     compared["drafting"] = (drafting, CHAIN_TEXT)
     ks = [figure.num_speculative_tokens for figure in published.figures]
     k = row["num_speculative_tokens"]

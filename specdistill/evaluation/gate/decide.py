@@ -259,7 +259,7 @@ def judge_again(options: GateOptions) -> Report:
     if "digest" not in evidence.report:
         raise UserError(
             "report",
-            got=f"{report}, without a digest",
+            got=f"{report}, which has no `digest` (the hash that shows whether it was edited)",
             expected="a report as `specdistill eval` writes it",
         )
 
@@ -780,21 +780,22 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         estimate: the relative change and its interval.
 
     Returns:
-        The verdict, the reason, `open_end` and `edge`. More prompts would narrow the interval. An
-        inconclusive rule is decided once the end `open_end` of the interval has moved to the value
-        `edge`.
+        The verdict, the reason, `open_end` and `edge`. The last two say when an inconclusive rule
+        is decided: more prompts narrow the interval, until its end `open_end` has moved to `edge`.
+        For example, higher is better, a loss of 5 % is allowed, and the change is -3 % with the
+        interval [-8 %, +2 %]. The rule passes once the end -8 % has moved to the edge, -5 %.
     """
     # Turn the interval of the change into an interval of the loss, which is positive if the metric
-    # became worse: `loss_sign` is the sign of such a change. E.g. if higher is better, a change of
-    # -3 % to +1 % is a loss of -1 % to 3 %. Multiplying by `loss_sign` also turns a loss back into
-    # a change. A value without an interval counts as an interval of length 0.
+    # became worse. E.g. if higher is better, a change of -8 % to +2 % is a loss of -2 % to 8 %:
+    # `loss_sign`, the sign of a change for the worse, is -1. A value without an interval counts as
+    # an interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     loss_sign = -1 if METRICS[rule.metric].better == "higher" else 1
     least_loss, greatest_loss = sorted((loss_sign * low, loss_sign * high))
 
-    # The rule passes if even the greatest loss of the interval is allowed. It fails if the whole
-    # interval is a loss, and a part of it is more than allowed.
+    # The rule passes if even the greatest loss of the interval is allowed. It fails if the metric
+    # has surely become worse (even the least loss is above 0), possibly by more than is allowed.
     verdict: Verdict = "inconclusive"
     if greatest_loss <= threshold:
         verdict = "passed"
@@ -803,7 +804,8 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
 
     # If the rule is inconclusive, more prompts would narrow the interval around the value. If the
     # value is an allowed loss, the rule passes once the greatest loss is allowed, too. Otherwise
-    # the rule fails once the least loss is above 0.
+    # the rule fails once the least loss is above 0. Multiplying a loss by `loss_sign` turns it back
+    # into a change.
     if loss_sign * estimate.value < threshold:
         open_end = loss_sign * greatest_loss
         edge = loss_sign * threshold
@@ -826,9 +828,10 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         estimate: the value and its interval.
 
     Returns:
-        The verdict, the reason, `open_end` and `edge`. More prompts would narrow the interval. An
-        inconclusive rule is decided once the end `open_end` of the interval has moved to the value
-        `edge`.
+        The verdict, the reason, `open_end` and `edge`. The last two say when an inconclusive rule
+        is decided: more prompts narrow the interval, until its end `open_end` has moved to `edge`.
+        For example, 1.5 is the least value allowed, and the value is 1.6 with the interval
+        [1.4, 1.8]. The rule passes once the end 1.4 has moved to the edge, 1.5.
     """
     # For `max`, change the sign of all numbers, so that the rule is decided like one with `min`: x
     # is at most 5 if -x is at least -5. A value without an interval counts as an interval of

@@ -405,9 +405,9 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
     k = recipe.eval.num_speculative_tokens
 
     # Export the draft in the format (layout) that the engine loads, its own or that of another
-    # engine. The export ignores earlier reports of the draft (finds_report=False), which could set
-    # the engine to sample draft tokens. So draft tokens are greedy, which is the default of
-    # engines.
+    # engine. By default, an export takes settings of the engine from an earlier report of the
+    # draft, for example that draft tokens are sampled. A new measurement must not depend on an
+    # earlier one (finds_report=False). So draft tokens are greedy, the default of engines.
     if draft is not None:
         served = export(
             locate(draft),

@@ -153,15 +153,16 @@ def log_estimate(generations: BatchGenerations, num_runs: int, num_check_passes:
     Args:
         generations: the completions of the batch in each arm of the measurement: without a draft,
             then with each draft.
-        num_runs: how many prompts are still to be decoded in all arms, counting every repetition.
+        num_runs: how many runs are left. A run is one prompt in one repetition, in all arms
+            together.
         num_check_passes: about how many passes of the target the checks will take.
     """
     # If several processes measure, only the first one logs.
     if not is_first():
         return
 
-    # Decoding one prompt in all arms is expected to take as long as the average prompt of the
-    # batch.
+    # A run (decoding one prompt in all arms) is expected to take as long as for the average prompt
+    # of the batch.
     plain = generations[0]
     decoding_s = num_runs * sum_seconds([generations]) / len(plain)
 
@@ -214,16 +215,17 @@ def create_prompt_runs(
     """
     runs: list[list[PromptRuns]] = [[] for _ in range(num_drafts)]
     for batch in batches:
-        # The seed of a batch's first prompt identifies the batch, because no two prompts share a
-        # seed. Prompts that are decoded alone are in no batch.
-        seed = settings.seed + batch.start if settings.batch_size > 1 else None
+        # The id of a batch is the seed of its first prompt, because no two prompts share a seed. An
+        # index would not do, because each process counts its batches from 0. A prompt that is
+        # decoded alone has no batch (None).
+        batch_id = settings.seed + batch.start if settings.batch_size > 1 else None
         for prompt in batch.prompts:
             # All drafts share these two lists, so a completion that is appended once is in the runs
             # of every draft.
             baseline: list[Generation] = []
             hf_generate: list[Generation] = []
             for runs_of_draft in runs:
-                runs_of_draft.append(PromptRuns(prompt, seed, [], baseline, hf_generate))
+                runs_of_draft.append(PromptRuns(prompt, batch_id, [], baseline, hf_generate))
     return runs
 
 

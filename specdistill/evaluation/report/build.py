@@ -418,7 +418,7 @@ def is_looping(record: PromptRecord) -> bool:
 
 
 def _list_reasons(row: Numbers) -> dict[str, str]:
-    """Return for each number that a row may lack the reason for which it would be absent.
+    """Return why each number may be absent from a row: name of the number -> reason.
 
     The caller uses only the reasons of numbers that the row does lack.
 
@@ -426,7 +426,7 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         row: the row of the report, with the numbers that could be computed.
 
     Returns:
-        name of the number -> the reason, in words.
+        The reasons, in words, by the name of the number.
     """
     # Reasons for numbers that compare with transformers' `generate()`, which was timed on some
     # prompts only. `fast_reason` is for the speedup over `generate()`: it is left out if the

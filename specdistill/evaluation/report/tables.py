@@ -406,9 +406,10 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
         predicted |= dict(_model_shorter_lengths(row, report))
     measured = {row["num_speculative_tokens"]: row["speedup"] for row in rows}
 
-    # Choose the highest speedup, after reducing the predicted ones by the margin. The timed costs
-    # of rounds should rise with K. The margin is at least `cost_deviation`, which says how far they
-    # deviate from that. A measured speedup replaces a predicted one.
+    # Choose the highest speedup, after reducing the predicted ones by the margin. Predictions are
+    # only as precise as the timed costs behind them. So the margin is at least the noise of these
+    # costs, `cost_deviation`: the largest share by which one of them deviates from costs that rise
+    # with K. A measured speedup replaces a predicted one.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
     reduced = {k: speedup * (1 - margin) for k, speedup in predicted.items()}
     compared = reduced | measured

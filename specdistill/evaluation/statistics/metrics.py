@@ -113,8 +113,8 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
     if record.baseline:
         baseline = asdict(record.baseline)
 
-    # The counts of first and later positions need the single rounds. A server sends totals only, so
-    # these counts are 0 for it. `record.speculative` has the times of decoding with the draft.
+    # A server sends totals over all rounds, and no single rounds. Then `rounds` is empty, and the
+    # counts of first and later positions below are 0.
     drafts = record.list_drafts()
     hf_generate = record.hf_generate
     rounds = [round for round in record.rounds if round.drafted]
@@ -123,19 +123,23 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         "num_drafts": len(drafts),
         "num_draft_tokens": sum(drafted for drafted, _ in drafts),
         "num_accepted_tokens": sum(accepted for _, accepted in drafts),
+        # Accepted tokens at the first position of a draft, and at all later positions.
         "num_accepted_first": sum(len(round.accepted) > 0 for round in rounds),
         "num_accepted_later": sum(max(len(round.accepted) - 1, 0) for round in rounds),
-        # A position of a draft is reached if the round emitted a token there: the draft token, or
-        # the target's own token after a rejection. For example, of 4 draft tokens 2 are accepted,
-        # and 3 tokens are emitted: positions 1 to 3 are reached, and 2 of them are later than the
-        # first. If all 4 are accepted, the fifth emitted token is at no position of the draft.
+        # Later positions that were reached. A position of a draft is reached if the round emitted a
+        # token there: the draft token, or the target's own token after a rejection. For example, of
+        # 4 draft tokens 2 are accepted, and 3 tokens are emitted: positions 1 to 3 are reached, and
+        # 2 of them are later than the first. If all 4 are accepted, the fifth emitted token is at
+        # no position of the draft.
         "num_reached_later": sum(
             min(len(round.emitted), len(round.drafted)) - 1 for round in rounds
         ),
+        # Tokens, rounds and times of decoding with the draft, without it, and by `generate()`.
         **asdict(record.speculative),
         **{f"baseline_{name}": number for name, number in baseline.items()},
         "hf_num_tokens": hf_generate.num_tokens if hf_generate else None,
         "hf_seconds": hf_generate.seconds if hf_generate else None,
+        # Tokens of the baseline's completion that the draft could have proposed.
         "num_in_draft_vocabulary": record.num_in_draft_vocabulary,
     }
 
@@ -341,11 +345,12 @@ def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64
 def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
     """Return which prompts belong together when prompts are resampled, for a metric.
 
-    The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
-    time, so do the prompts of a batch, which were decoded at the same time. If prompts have both a
-    cluster and a batch, the coarser grouping is used: the one with fewer units. Units that split
-    neither clusters nor batches would be too large. For example, if cluster 1 is in the batches A
-    and B, and cluster 2 in B and C, all three batches would be one unit.
+    The prompts of a cluster (e.g. the turns of a conversation) are one unit. For a metric of time,
+    so are the prompts of a batch, which were decoded at the same time. If prompts have both a
+    cluster and a batch, only the one with fewer units is used, and a unit may split some of the
+    other kind. Merging all prompts that are linked by a cluster or a batch would avoid this, but
+    the merged units would be too large. For example, if cluster 1 is in the batches A and B, and
+    cluster 2 in B and C, all three batches would be one unit.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.

@@ -115,16 +115,16 @@ class BlockKVCache:
         # Attend chunk by chunk. The slots of a chunk are the queries. Its context and its own slots
         # are the keys.
         num_groups = key.shape[1]
-        num_heads = query.shape[1] // num_groups
+        heads_per_group = query.shape[1] // num_groups
         outputs = []
         for blocks, context_span, mask in self._chunks:
             # Queries [G, h / G, slots, d]: the heads that share keys and values stand together.
-            q = query[blocks].unflatten(1, (num_groups, num_heads))
+            q = query[blocks].unflatten(1, (num_groups, heads_per_group))
             q = q.permute(1, 2, 0, 3, 4).flatten(2, 3)
             # Keys and values [G, h / G, context and slots, d], without copies for the h / G heads.
             k = _join_context_and_slots(key_GSd[:, context_span], key[blocks]).unsqueeze(1)
             v = _join_context_and_slots(value_GSd[:, context_span], value[blocks]).unsqueeze(1)
-            k, v = (x.expand(-1, num_heads, -1, -1) for x in (k, v))
+            k, v = (x.expand(-1, heads_per_group, -1, -1) for x in (k, v))
             output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             # Back to blocks: [blocks of the chunk, h, P, d].
             outputs.append(

@@ -19,8 +19,8 @@ class BlockDraftConfig(LayerSizes):
     block_size: int = option(8, "positions of a block: one known token and masks", ge=2, le=64)
     num_anchors: int = option(
         256,
-        "training blocks in each row of data.max_length tokens; at most one for each token that has"
-        " a loss",
+        "number of blocks that are trained per row of data.max_length tokens; each block begins one"
+        " token before a token with a loss, so rows with few of these have fewer blocks",
         ge=1,
     )
     aux_layers: list[int] | None = option(
@@ -49,8 +49,8 @@ class BlockLossConfig(SoftLossConfig):
     d_pace: float | None = option(
         None,
         "weight the loss of a drafted position by how many tokens are expected to be accepted from"
-        " it on (D-PACE); the value smooths the draft's probabilities of these tokens, from 0 (not"
-        " smoothed) to 1 (all equal 1); null: weights by loss.step_decay",
+        " it on (D-PACE), if a token to which the draft gives the probability p is accepted with"
+        " probability d_pace + (1 - d_pace) * p; null: weights by loss.step_decay",
         ge=0,
         le=1,
     )

@@ -75,27 +75,27 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         Each slot of the block gives the candidates of one level of the tree. See
         `TreeProposer.propose_tree` for the arguments.
         """
-        # `levels` counts the slots from 1: the first call of `expand` needs slot 1, because slot 0
-        # gives the first level.
+        # Slot 0 gives the first level of the tree, and each call of `expand` reads the next slot.
         slots = self._run_block(state, shape.depth, key="eval.tree.depth")
-        levels = itertools.count(1)
+        next_slots = itertools.count(1)
 
         def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] after the T nodes of a level.
 
-            The logits come from the slot of the next level. `grow` calls this for one level after
-            the other.
+            They are the logits of the next slot. DSpark adds a correction to them that depends on
+            the node's token; if the correction is an RNN, also on the tokens before it on the path
+            from the root. With other drafts all nodes of a level have the same logits. `grow` calls
+            this for one level after the other.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
                 parents_BT: for each node, the index of its parent in the level before.
             """
-            # DSpark's correction of the logits has a state for each node of a level. The new nodes
-            # take over the states of their parents.
+            # The RNN has read the tokens on the path to each new node, up to the node's parent.
+            # `compute_logits` lets it read the node's own token.
             slots.inherit_states(parents_BT)
-            return slots.compute_logits(next(levels), self.map_to_target(index_BT))
+            return slots.compute_logits(next(next_slots), self.map_to_target(index_BT))
 
-        # The first slot gives the candidates of the first level.
         logits_B1W = slots.compute_logits(slot=0, token_BT=None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
@@ -147,8 +147,9 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 class _Slots:
     """The positions of a block that predict a token (slots), read one at a time after its pass.
 
-    If the draft has a correction, the logits of a slot are corrected by the token drafted before
-    it. They are then computed for one such token of each row, or for T nodes of each row's tree.
+    DSpark adds a correction to the logits of a slot, which depends on the token drafted before the
+    slot. The logits are therefore computed for one such token of each row, or for T nodes of each
+    row's tree. Other drafts have no correction.
     """
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
@@ -163,18 +164,21 @@ class _Slots:
         self.hidden_BKH = hidden_BKH
         self.previous_B1 = anchor_ids_B.unsqueeze(1)
         self.logits_BKW = draft.logits(hidden_BKH)
+        # The states of the correction, which may be an RNN: one for each row before the first slot,
+        # and one for each of T nodes of a tree later. None without a correction.
         self.state_BTE = (
             draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
         )
 
     def inherit_states(self, parents_BT: Tensor) -> None:
-        """Give each node of the next level of a tree the correction's state after its parent.
+        """Copy the RNN state of each parent in the last level of a tree to the parent's children.
 
-        The correction is what DSpark adds to a slot's logits, which depends on the token before.
-        Its state is that of an RNN (see `MarkovHead`). Other drafts have no correction.
+        DSpark adds a correction to the logits of each node. One kind of correction is an RNN over
+        the tokens on the path to the node (kind `rnn` of `MarkovHead`), so each node has a state of
+        its own. Without an RNN this changes no logits.
 
         Args:
-            parents_BT: the parent of each node, as an index into the level before.
+            parents_BT: the parent of each of the T children, as an index into the last level.
         """
         if self.state_BTE is not None:
             self.state_BTE = gather_nodes(self.state_BTE, parents_BT)

@@ -95,16 +95,15 @@ def build_vllm_loader(
         ignored: vLLM skips tensors whose names contain one of these texts or `t2d`.
         limits: features of drafts that vLLM does not support.
     """
-    # vLLM refuses a tensor that it does not know, but does not report one that the file lacks
-    # (`unset`). The keys of `aux_layers` are versions of vLLM; "" stands for all of them. They look
-    # under two keys for the target layers that the draft reads. The numbers there are one less than
-    # in this project, hence the 1.
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),
+        # vLLM stops at a tensor that it does not know, but does not report one that the file lacks.
         unknown="refused",
         unset="silent",
         settings={**SETTINGS, **settings},
+        # All versions of vLLM ("") look under two keys of config.json for the target layers that
+        # the draft reads. The numbers there are one less than in this project, so 1 is added.
         aux_layers={"": {f"{NESTED_CONFIG_KEY}.target_layer_ids": 1, "target_layer_ids": 1}},
         ignored=("t2d", *ignored),
         limits=limits,
@@ -122,20 +121,22 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
     """
 
     def config(export: HeadExport) -> dict[str, object]:
-        """Return the config.json: the method's keys at the top level, a Llama's keys nested."""
-        # `export.llama` has the method's keys twice: at its top level and in `dflash_config`.
-        # Speculators has keys of its own for causality and for the target layers that the draft
-        # reads, which are added below.
+        """Return the config.json: the method's keys at the top level, those of layers nested."""
+        # In spite of its name, `export.llama` is the whole config.json in the layout of the
+        # method's authors (see `write_block_config`). It has the method's keys twice: at its top
+        # level and in `dflash_config`. Speculators has keys of its own for causality and for the
+        # target layers that the draft reads, which are added below.
+        authors_config = export.llama
         method_keys = {
             name: value
-            for name, value in export.llama[NESTED_CONFIG_KEY].items()
+            for name, value in authors_config[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
-        # The other keys at the top level of `export.llama` describe the draft's layers. So does
-        # `is_causal`: it stays among them, where `read_block_config` finds it.
+        # The other keys at the top level describe the draft's layers. `is_causal` is one of them,
+        # because it was left out of `method_keys`; `read_block_config` finds it here.
         layers = {
             name: value
-            for name, value in export.llama.items()
+            for name, value in authors_config.items()
             if name not in {*method_keys, NESTED_CONFIG_KEY, "target_layer_ids"}
         }
         return {

@@ -73,10 +73,14 @@ class MarkovHead(nn.Module):
     def initialize_from_target(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
         """Initialize the correction from the target, so that it changes no logits at first.
 
-        The correction adds W2 c to the logits. For the rnn, c = tanh(o), where o is a part of the
-        output of `joint_proj`. For the other kinds, c is W1[x], with or without a gate, where x is
-        the token before. W1, of width E, gets the target's embedding, projected to the E
-        directions that matter most for the target's LM head.
+        A slot's logits are corrected by adding W2 c. With x the token before the slot:
+
+            vanilla     c = W1[x]
+            gated       c = g * W1[x], with a gate g between 0 and 1
+            rnn         c = tanh(o), where o is a part of the output of `joint_proj`
+
+        W1, of width E, gets the target's embedding, projected to the E directions that matter most
+        for the target's LM head.
 
         Args:
             embedding_VH: [V, H], the target's embedding.

@@ -193,11 +193,13 @@ def export_eagle3(
     Raises:
         UserError: before anything is written, for what the engine cannot express.
     """
-    # Check the head, and that the engine can express it. Without the target, an embedding in the
-    # file could be a copy of the target's; it then counts as the head's own.
+    # Check the head, and that the engine can express it.
     config, tensors = check_eagle3(
         draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
+    # A head that is as wide as its target usually shares the target's embedding (one of another
+    # width cannot). If its file has an embedding nevertheless, this may be a copy of the target's.
+    # Without the target that is not known, and the embedding counts as the head's own.
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
         config = dataclasses.replace(config, own_embedding=True)
     layout.check(engine, config, draft)
@@ -324,9 +326,12 @@ def _read_aux_layers(
         raise UserError(
             key,
             got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
-            expected=(
-                f"{[layer - 1 for layer in top_level_layers]} in eagle_config, which counts layers"
-                " from 0 (the other list counts from 1)"
+            text=(
+                f"{key}: config.json has two lists of the target's layers that the draft reads, and"
+                f" they do not agree. {AUX_LAYERS} is {raw[AUX_LAYERS]} at the top level, where"
+                f" layers are counted from 1, and {nested[AUX_LAYERS]} in eagle_config, where they"
+                " are counted from 0. If the first list is right, write"
+                f" {[layer - 1 for layer in top_level_layers]} in eagle_config."
             ),
         )
     layers = top_level_layers or nested_layers or tuple(choose_aux_layers(num_layers))

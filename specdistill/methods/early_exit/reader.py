@@ -134,17 +134,20 @@ class SplitTarget(CachedTarget):
 
         The test reads a short sequence, in which draft tokens are rejected.
         """
-        # Draft: take the two REJECTED_TOKENS, a root and a draft token, through the first layers.
+        # Draft: take the root, which is the last token of the sequence, and a draft token through
+        # the first layers. The draft token will be rejected, the root will not.
+        root, draft_token = REJECTED_TOKENS
         self.begin([PROMPT])
-        for token in REJECTED_TOKENS:
+        for token in (root, draft_token):
             self.advance(torch.tensor([[token]], device=self.target.device))
 
         # Verify these two and two more draft tokens, which the first layers have not seen. Any
         # tokens will do for the latter; NEXT_TOKENS are at hand.
-        self.read([[*REJECTED_TOKENS, *NEXT_TOKENS]])
+        self.read([[root, draft_token, *NEXT_TOKENS]])
 
-        # Keep the root, and none of the three draft tokens. Then read the token that follows the
-        # root in NEXT_TOKENS, which begins with the same root.
+        # Reject all three draft tokens: `keep` gets the indices of those that are accepted in each
+        # row, and always keeps the root. Then read the token that follows the root in NEXT_TOKENS,
+        # which begins with the same root.
         self.keep([[]])
         _, features = self.read([NEXT_TOKENS[1:]])
 

@@ -116,7 +116,8 @@ class DraftModelEvalConfig(EvalConfig):
     )
     token_replacements: dict[str, str] = option(
         {},
-        "texts of target tokens, each with the text that the draft reads and writes instead",
+        "{text of a target token: text that the draft reads and writes instead}, e.g."
+        ' {"<|end|>": "</s>"} for tokens of two chat templates that mean the same',
         condition=VOCABULARY_IS_TRANSLATED,
     )
 

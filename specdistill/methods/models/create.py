@@ -232,9 +232,9 @@ def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
     text = draft.config.get_text_config()
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers, hidden size"
-        f" {text.hidden_size}; a draft step should cost about {ratio:.2f} of a target step (the"
-        " larger of two ratios of the draft to the target: of the weights read per step, and of the"
-        " number of layers)"
+        f" {text.hidden_size}; a draft step should cost about {ratio:.2f} of a target step."
+        " This estimate is the ratio of their weights read per step, or of their numbers of layers,"
+        " whichever is larger."
     )
     if parameters > target.num_parameters:
         # A round with K draft tokens gives at most K + 1 tokens, and costs at least 1 + c K steps

@@ -125,14 +125,16 @@ class Distillation(Objective):
         """Turn on activation checkpointing, which is also called gradient checkpointing.
 
         The backward pass then computes the layers again, to save memory. transformers' Trainer
-        calls this method for `train.activation_checkpointing`.
+        calls this method for `train.activation_checkpointing`. Its name in earlier versions of
+        transformers is `gradient_checkpointing_enable`.
         """
         # While `forward` runs, the attention of some models is replaced by one that keeps the
         # documents of a row apart by their lengths. `packed_configs` has the configs of such a
         # model, and is empty for others. PyTorch computes the layers again outside `forward`, so
-        # the attention is replaced there too: the first context is entered in the forward pass, the
-        # second when the layers are computed again. PyTorch accepts `context_fn` only without
-        # reentrant checkpointing.
+        # the attention must be replaced there too. PyTorch enters the first context of `context_fn`
+        # in the forward pass, where `forward` has replaced the attention already, and the second
+        # when the layers are computed again. It accepts `context_fn` only without reentrant
+        # checkpointing.
         attention_settings = {
             "use_reentrant": False,
             "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),

@@ -357,7 +357,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             hidden_BTH = self.layers(pad_rows(feeds, self.draft.device), counts)
             logits_BKW = self._compute_logits(gather_last(hidden_BTH, counts)).unsqueeze(1)
         levels = itertools.count(1)  # the index in `logits_BKW` of each level after the first (0)
-        step = TreePass.begin_at_root(num_cached, self.draft.device)
+        # Without masks: the nodes of the tree that the draft has read so far, at first none.
+        tree_pass = TreePass.begin_at_root(num_cached, self.draft.device)
 
         def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] of the children of T nodes of each tree's last level.
@@ -366,17 +367,17 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 index_BT: [B, T], the tokens of the nodes, as indices into the W shared tokens.
                 parents_BT: [B, T], the index of each node's parent in the level before.
             """
-            nonlocal step
+            nonlocal tree_pass
             # With masks, all nodes of a level have the same logits, which are known already. Each
-            # call takes the next of the `levels`. Without masks, run all T nodes of each row, none
-            # of which is padding.
+            # call takes the next of the `levels`.
+            num_nodes = parents_BT.shape[1]
             if self.mask_token_id is not None:
-                return logits_BKW[:, next(levels), None].expand(-1, parents_BT.shape[1], -1)
-            step = step.add_level(parents_BT)
+                return logits_BKW[:, next(levels), None].expand(-1, num_nodes, -1)
+            # Without masks, run all T nodes of each row, none of which is padding.
+            tree_pass = tree_pass.add_level(parents_BT)
+            node_counts = [num_nodes] * len(parents_BT)
             return self._compute_logits(
-                self.layers(
-                    self._select_draft_ids(index_BT), [parents_BT.shape[1]] * len(parents_BT), step
-                )
+                self.layers(self._select_draft_ids(index_BT), node_counts, tree_pass)
             )
 
         # Rows without a tree must not draw from their generators, so that their later random

@@ -209,10 +209,13 @@ def _encode_replacement(
         raise UserError(
             key,
             got=(
-                f"{draft_text} for {target_text}, which is token {max(token_ids)} of a draft with"
-                f" only {draft_vocab_size} logits"
+                f"{draft_text} for {target_text}, but {draft_text} has the token id"
+                f" {max(token_ids)} in the draft's tokenizer"
             ),
-            expected="a text whose tokens all have a logit",
+            expected=(
+                f"a replacement whose token ids are all below {draft_vocab_size}, because the draft"
+                " can only predict these"
+            ),
         )
     return token_ids
 

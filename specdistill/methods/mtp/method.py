@@ -61,8 +61,9 @@ class Mtp(ChainMethod[MtpRecipe, MtpDraft]):
     ) -> None:
         """Check a draft's folder by its config.json and the names and shapes of its tensors.
 
-        Other heads return their shape here. This method returns None, because the sizes of the
-        decoder layer are known only to the target's class.
+        Other heads return a `HeadShape`: the sizes and settings of their layers, which the caller
+        compares with the target's. This method returns None, because the sizes of the decoder layer
+        are known only to the target's class.
         """
         checkpoint.check_mtp(folder, tensors, target, key=key, name=name)
 

@@ -18,7 +18,8 @@ from specdistill.recipe.sections import (
 
 OWN_RULE = Condition("with rule=specdistill", lambda lookup: lookup.rule == "specdistill")
 SEVERAL_LENGTHS = Condition(
-    "without rule=llama.cpp, which compares max tokens", lambda lookup: lookup.rule != "llama.cpp"
+    "without rule=llama.cpp, which always compares `max` tokens",
+    lambda lookup: lookup.rule != "llama.cpp",
 )
 
 
@@ -29,7 +30,8 @@ class NgramConfig(Section):
         "specdistill",
         "which earlier occurrence of the last tokens is continued; specdistill: the latest (if"
         " fewer than K tokens follow it, they are repeated); vllm: the first; llama.cpp: the"
-        " latest, if at least max tokens follow it (llama.cpp's ngram-simple)",
+        " latest, if at least `max` tokens (the key of that name) follow it, as in llama.cpp's"
+        " ngram-simple",
     )
     min: int = option(1, "tokens of the shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
     max: int = option(
@@ -55,15 +57,16 @@ class NgramEvalConfig(EvalConfig):
     def _check_engine_supports_values(self) -> "NgramEvalConfig":
         """Check that an engine that this command starts supports the values of `eval.ngram`."""
         if ENGINE_IS_STARTED.holds(self):
-            # An engine looks up by its own rule, so `rule` must be the engine's name or the
-            # default. llama.cpp's rule differs too much from the default: it looks up only n-grams
-            # of `max` tokens, and the default also shorter ones. So for llama.cpp `rule` must be
-            # its name.
+            # An engine looks up by its own rule, whatever `rule` says, and searches prompt and
+            # output (`sequence`). For vLLM the default rule is accepted, too: both rules look up
+            # n-grams of `min` to `max` tokens, and differ only in which occurrence they continue,
+            # and how far. llama.cpp looks up only n-grams of `max` tokens, so for it `rule` must be
+            # llama.cpp.
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
             check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):
                 # llama.cpp drafts nothing if `max` exceeds K. A lookup in front of a draft has the
-                # same limit, so its check is used here.
+                # same limit, so its settings are built here, only to call their check.
                 LookupFirstConfig(min=self.ngram.max, max=self.ngram.max).check_engine(
                     "eval.ngram", self.engine, self.smallest_k
                 )

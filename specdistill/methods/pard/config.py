@@ -20,14 +20,15 @@ class PardDraftConfig(DraftModelDraftConfig):
     )
     retention: float = option(
         0.7,
-        "mask i is trained after only a share retention ** i of the tokens, to save time"
-        " (conditional drop); 1: after every token",
+        "of all tokens, only the share retention ** i is followed by a mask i in training, to save"
+        " time (conditional drop); 1: every token has all masks",
         gt=0,
         le=1,
     )
     min_retention: float = option(
         0.2,
-        "lower limit of the share retention ** i of the tokens after which mask i is trained",
+        "mask i is trained after at least this share of the tokens, even if retention ** i is"
+        " smaller",
         ge=0,
         le=1,
     )

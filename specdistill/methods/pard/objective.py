@@ -2,8 +2,8 @@
 
 They learn the target's distribution at every token, and at the masks (mask tokens) after it.
 
-Shapes: B rows, T positions, M masks of a row (padded), N = T + M slots, R predicted tokens
-(padded), H hidden size, K tokens that are predicted in one pass, S = B T.
+Shapes: B rows, T positions, M masks of a row (padded), N = T + M slots, L loss tokens (padded),
+R = L + B M predicted tokens, H hidden size, K tokens that are predicted in one pass, S = B T.
 
 A row is its tokens and, behind them, masks. Mask i of the token at column t is at the rotary
 position of x_{t+i}. It sees the tokens of its document up to x_t, the masks 1 to i of the same
@@ -210,7 +210,7 @@ class ParallelDistillation(Distillation):
         Args:
             input_ids: [B, T], the tokens of B rows, each of which holds several documents.
             position_ids: [B, T], which start again at 0 with each document.
-            loss_positions: [R], the loss tokens, as positions in the flattened batch.
+            loss_positions: [L], the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
             mask_numbers: [B, M], the number i of each mask, which stands i positions after its
                 token (see `draw_masks`).
@@ -224,7 +224,8 @@ class ParallelDistillation(Distillation):
             (input_ids.shape[1], mask_columns.shape[1]), 1
         )
 
-        # Gather the states that predict: those before loss tokens first, then those of all masks.
+        # Gather the states of all R predictions: first those before the L loss tokens, then those
+        # of all masks.
         rows_RH = torch.cat(
             (gather_before(token_states_BTH, loss_positions, 1), mask_states_BMH.flatten(0, 1))
         )
@@ -328,7 +329,7 @@ class ParallelDistillation(Distillation):
 
         Args:
             position_ids: [B, T], which start again at 0 with each document.
-            loss_positions: the loss tokens, as positions in the flattened batch.
+            loss_positions: [L], the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
             mask_numbers: [B, M], the number i of each mask, which stands i positions after its
                 token.

@@ -66,12 +66,16 @@ class SuffixTrie:
         self._open_nodes: list[Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens to the end of the last text, and count after which strings they stand."""
+        """Add tokens to the end of the last text, and count which strings each token followed.
+
+        These are the suffixes of the text before the token that occurred before, up to `depth`
+        tokens long.
+        """
         for token in tokens:
-            # Count the token after each suffix of the text that has a node, because it occurred
-            # before. After `a b`, the suffixes are `a b`, `b` and the empty one. `_open_nodes`
-            # holds their nodes, the longest first. The empty one is not among them: its node is the
-            # root. The last `depth` nodes are those of the suffixes of up to `depth` tokens.
+            # Count the token for each suffix that it follows. After `a b`, the suffixes are `a b`,
+            # `b` and the empty one. A suffix has a node if it occurred before. `_open_nodes` holds
+            # these nodes, the longest suffix first. The last `depth` of them are the nodes of
+            # suffixes of up to `depth` tokens. The node of the empty suffix is the root.
             self.tokens.append(token)
             suffix_nodes = [*self._open_nodes[-self.depth :], self._root]
 

@@ -169,8 +169,8 @@ class CompletionAnswer(JsonAnswer):
         if not 0 < len(histogram) <= k + 1:
             return None
 
-        # Tokens are accepted from the front. So position k was accepted in all drafts with at least
-        # k accepted tokens.
+        # Tokens are accepted from the front. So the token at position 1, 2, … was accepted in all
+        # drafts with at least as many accepted tokens.
         per_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
 
         # Check the counts: a position cannot be accepted more often than there are drafts, and each

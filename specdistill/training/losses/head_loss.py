@@ -98,10 +98,10 @@ def compute_head_loss(
     block_size = chunk_size * max(1, block_rows // (num_positions * chunk_size))
 
     # The gradients are computed in the forward pass, so it must know whether they are needed.
-    products = (rows_KRH, linear.weight, *(correction or ()))
+    factors = (rows_KRH, linear.weight, *(correction or ()))
     trains = False
     if torch.is_grad_enabled():
-        trains = any(tensor.requires_grad for tensor in products)
+        trains = any(factor.requires_grad for factor in factors)
         trains = trains or (linear.bias is not None and linear.bias.requires_grad)
     output: tuple[Tensor, Tensor] = _BlockwiseHeadLoss.apply(  # type: ignore[no-untyped-call]
         linear.bias,
@@ -112,7 +112,7 @@ def compute_head_loss(
         block_size,
         chunk_size,
         trains,
-        *products,
+        *factors,
     )
     return output
 
@@ -263,29 +263,37 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         block_size: int,
         chunk_size: int,
         trains: bool,
-        *tensors: Tensor,
+        *factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Compute the weighted sum of the losses, the metrics, and all gradients, block by block.
 
-        `tensors` are the rows [K, R, H] and the weight [W, H] of the head. Their product is the
-        logits. With a correction, its rows and its weight follow, and their product is added to the
-        logits. The other arguments are those of `compute_head_loss`.
+        `factors` are the two factors of each matrix product, one product after the other:
+
+            [rows, weight]                                      without a correction
+            [rows, weight, correction rows, correction weight]  with a correction
+
+        The logits are finish(rows · weightᵀ + bias) + correction rows · correction weightᵀ. The
+        shapes are [K, R, H] and [W, H], and [K, R, e] and [W, e] for the correction.
+
+        `finish` scales and caps the head's logits. A block has at most `block_size` of the R rows,
+        and a chunk of it `chunk_size`. `trains` says whether gradients are needed. For the other
+        arguments see `compute_head_loss`.
         """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
-        # the logits of a block. In `tensors`, each product has first its rows, then its weight.
-        num_positions, num_rows, _ = tensors[0].shape
-        dtype = _get_product_dtype(tensors[1])
+        # the logits of a block.
+        num_positions, num_rows, _ = factors[0].shape
+        dtype = _get_product_dtype(factors[1])
         buffer_rows = num_positions * min(block_size, num_rows)
         products = [
             _Product.allocate(rows_KRH, weight_WH, dtype, buffer_rows, trains)
-            for rows_KRH, weight_WH in zip(tensors[::2], tensors[1::2], strict=True)
+            for rows_KRH, weight_WH in zip(factors[::2], factors[1::2], strict=True)
         ]
         bias_grad_W = None
         if trains and bias_W is not None and bias_W.requires_grad:
             bias_grad_W = torch.zeros_like(bias_W, dtype=torch.float32)
 
         # Go through the rows block by block: compute the logits, then the loss and its gradients.
-        total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+        total = torch.zeros((), dtype=torch.float32, device=factors[0].device)
         metrics = []
         for start in range(0, num_rows, block_size):
             stop = min(start + block_size, num_rows)
@@ -328,7 +336,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
             grads += [product.rows_grad_KRH, product.weight_grad_WH]
         metrics_MKR = torch.cat(metrics, dim=-1)
         ctx.save_for_backward(bias_grad_W, *grads)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias_W, *tensors)]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias_W, *factors)]
         ctx.mark_non_differentiable(metrics_MKR)
         return total, metrics_MKR
 

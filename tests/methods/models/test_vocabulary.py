@@ -108,7 +108,7 @@ def test_a_replacement_takes_the_place_of_the_tokens_that_shared_its_text(
 
 def test_a_replacement_by_a_token_without_logits_is_refused():
     with refused(
-        "eval.token_replacements", "b for a, which is token 2 of a draft with only 2 logits"
+        "eval.token_replacements", "b for a, but b has the token id 2 in the draft's tokenizer"
     ):
         match_vocabularies(
             words("? a c"),
