@@ -585,7 +585,7 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     if sampling_test.get("negative_control_p_value", 0) > CONTROL_P_VALUE:
         yield (
             "insensitive_sampling_test",
-            "The sampling test did not detect a rule that is wrong on purpose, so its result means"
+            "The sampling test did not detect deliberately wrong verification, so its result means"
             " little here.",
         )
 

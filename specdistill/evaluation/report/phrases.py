@@ -115,7 +115,7 @@ METRICS = {
     ),
     "prediction_gap": ("gap between measured and predicted speedup", ".3g", "%", 100),
     "context_ratio": (
-        "ratio of acceptance lengths at long and at shorter contexts",
+        "ratio of long-context to shorter-context acceptance length",
         ".3g",
         "%",
         100,
@@ -130,7 +130,7 @@ METRICS = {
     ),
     "lossless.sampling_test.p_value": ("p-value of the sampling test", ".2g", "", 1),
     "lossless.sampling_test.negative_control_p_value": (
-        "p-value of the sampling test on a wrong rule",
+        "p-value of the sampling test on deliberately wrong verification",
         ".2g",
         "",
         1,
@@ -263,8 +263,8 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
     if test:
         sampled = (
             f"chi-square test that {test['num_draws']} continuations of two tokens follow"
-            f" {name_reference(report)}, p = {test['p_value']:.3g}; for a rule that is wrong on"
-            f" purpose, p = {test['negative_control_p_value']:.1g}"
+            f" {name_reference(report)}, p = {test['p_value']:.3g}; for deliberately wrong"
+            f" verification, which the test must detect, p = {test['negative_control_p_value']:.1g}"
         )
     return f"Greedy: {greedy}.", f"Sampled: {sampled}."
 
@@ -543,7 +543,7 @@ def format_evidence(rule: RuleDocument) -> str:
 def list_warnings(report: Report) -> list[str]:
     """Return a sentence for each rule that did not pass and only warns, so the gate may still pass.
 
-    An example is "Warning: speedup ≥ 1.2× is not reached: 1.1× (1.0 to 1.15)."
+    An example is "Warning: speedup ≥ 1.2× is not reached: measured 1.1× (1.0 to 1.15)."
     """
     warnings = []
     for rule in report["gate"]["rules"]:
@@ -552,7 +552,8 @@ def list_warnings(report: Report) -> list[str]:
         ending = "is not reached" if rule["verdict"] == "failed" else "is undecided"
         if rule["reason"].startswith(NO_EVIDENCE):
             ending = "cannot be judged"
-        warnings.append(f"Warning: {name_rule(rule)} {ending}: {format_evidence(rule)}.")
+        measured = "" if rule["value"] is None else "measured "
+        warnings.append(f"Warning: {name_rule(rule)} {ending}: {measured}{format_evidence(rule)}.")
     return warnings
 
 

@@ -391,7 +391,7 @@ def test_a_rule_says_each_value_once_with_its_unit(report, records):
     )
     assert "Acceptance length ≥ 2.7 tokens" in page and "2.79 tokens (2.70 to 2.88)" in page
     assert (
-        "Warning: acceptance rate ≥ 50% is not reached: 44.8% (42.6 to 47)."
+        "Warning: acceptance rate ≥ 50% is not reached: measured 44.8% (42.6 to 47)."
         in page[: page.index("The gate")]
     )
     gate = page[page.index("Outcome") : page.index("Token by token")]
