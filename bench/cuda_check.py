@@ -441,8 +441,9 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
         }
 
         # Attend within documents by their lengths, as a GPU does with varlen attention. A real
-        # target chooses between ways to attend by comparing their outputs. Without content there
-        # is nothing to compare, so the way is set here.
+        # target chooses between ways to attend by comparing their outputs, when its cached property
+        # `_packing` is first read. Tensors without content have no values to compare, so the value
+        # of the property is set here.
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
@@ -474,9 +475,10 @@ def format_counts(ledger: LaunchLedger) -> dict[str, float]:
 def build_parts(
     planned: PlannedDraft, batch: ForwardInputs, mode: FakeTensorMode
 ) -> dict[str, Callable[[], object]]:
-    """Return a function for each part that is counted on the pretended GPU, by name.
+    """Return functions, by name, that run the parts whose operations on a GPU are counted.
 
-    These are parts of a training step without gradients, and the passes of a decoding round.
+    These are parts of a training step without gradients, and the passes of a decoding round. They
+    run on a pretended GPU: their tensors have no content, and nothing is computed.
 
     Args:
         planned: the EAGLE-3 head, which is built here.
@@ -490,7 +492,8 @@ def build_parts(
     }
 
     # Set how the target reads packed rows and attends on a GPU. A real target chooses this by
-    # comparing outputs, but tensors without content have no values to compare.
+    # comparing outputs, when its cached properties `_packing` and `_maskless` are first read.
+    # Tensors without content have no values to compare, so the values of both properties are set.
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
 

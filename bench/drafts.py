@@ -124,7 +124,7 @@ def format_caption(report: Report, measured_for: str, settings: str | None = Non
     return (
         f"Measured for {measured_for}: {settings or format_settings(report)},"
         f" {format_count(threads, 'thread')}; {row['num_prompts']} prompts, each decoded {times}"
-        " with and without each draft."
+        f" with each draft and {times} without."
     )
 
 

@@ -329,10 +329,12 @@ def count_layer_bytes(target: ModelConfigInfo) -> int:
 
 
 def format_header_line(needs: RecipeNeeds) -> str:
-    """Return the line `# Computed: …` of a recipe's header."""
-    tokens = needs["tokens_a_step"] * needs["steps"]
-    work = f"{tokens / 1e6:,.0f}M tokens"
-    if not needs["of"]["is_packed"]:
+    """Return the line `# Computed: …` of a recipe's header: its memory, hours and disk space."""
+    # The hours are those of all steps. Without packing each answer is a row, and their number is
+    # not known beforehand. So the steps and hours are then those of NUM_ANSWERS answers.
+    settings = needs["of"]
+    work = f"{needs['tokens_a_step'] * needs['steps'] / 1e6:,.0f}M tokens"
+    if not settings["is_packed"]:
         work = f"every {NUM_ANSWERS:,} answers"
     return (
         f"# Computed: {needs['gpu_gb']} GB on each GPU, {needs['hours']:g} hours for {work},"

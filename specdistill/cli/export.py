@@ -27,7 +27,7 @@ class ExportOptions(Section):
     method: Annotated[str, allow_names(lambda: LOOKUPS)] | None = option(
         None,
         f"lookup to serve, which needs no trained draft: {' or '.join(LOOKUPS)}; null: export a"
-        " trained draft (draft=PATH)",
+        " draft (draft=PATH, or dry_run=true)",
     )
     draft: str | None = option(None, "trained draft: a folder or Hub id, in any supported layout")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")

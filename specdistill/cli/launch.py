@@ -51,12 +51,15 @@ class LaunchOptions(Section):
     )
     num_processes: int | None = option(
         None,
-        "number of processes on all machines together, one per GPU; null: as in the YAML file",
+        "number of processes on all machines together, one per GPU; null: as in launch's YAML file",
         ge=1,
         condition=LAUNCH_IS_GIVEN,
     )
     num_machines: int | None = option(
-        None, "number of machines; null: as in the YAML file", ge=1, condition=LAUNCH_IS_GIVEN
+        None,
+        "number of machines; null: as in launch's YAML file, else 1",
+        ge=1,
+        condition=LAUNCH_IS_GIVEN,
     )
     machine_rank: int | None = option(
         None, "rank of this machine, from 0", ge=0, condition=LAUNCH_IS_GIVEN
@@ -66,8 +69,8 @@ class LaunchOptions(Section):
     )
     main_process_port: int | None = option(
         None,
-        "port of machine 0, where the processes meet; null: as in the YAML file, else any free port"
-        " for one machine, and 29500 for several",
+        "port of machine 0, where the processes meet; null: as in launch's YAML file, else any free"
+        " port for one machine, and 29500 for several",
         ge=1,
         le=65535,
         condition=LAUNCH_IS_GIVEN,

@@ -27,7 +27,7 @@ def resolve(
     model: str,
     key: str = "target.model",
     *,
-    expected: str = "pico, a folder or a Hub id",
+    expected: str = "pico (built in), a folder or a Hub id",
     names: Sequence[str] = ("pico",),
 ) -> str:
     """Replace the model name `pico` by a folder; check any other name, and return it unchanged.

@@ -286,7 +286,8 @@ class CompiledTarget:
         # 1. Read PROMPT.
         # 2. Read REJECTED_TOKENS, a root and a draft token, and keep only the root. In plain
         #    decoding a pass has a single token (`num_tokens` is 1), so the root is read alone.
-        # 3. Read the second token of NEXT_TOKENS. The first one is the root, which was read in 2.
+        # 3. Read the second token of NEXT_TOKENS. Its first token is the same root as that of
+        #    REJECTED_TOKENS, which step 2 has read and kept.
         # On CUDA all this is repeated, so that the compared pass replays the recorded graph.
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):

@@ -75,7 +75,7 @@ OTHER_HEADERS = (
 )
 # What errors say is expected.
 DRAFT = "the folder of a draft, or org/name or org/name@revision on the Hub"
-TARGET = "pico, a folder, a GGUF file or a Hub id"
+TARGET = "pico (built in), a folder, a GGUF file or a Hub id"
 
 
 @dataclass(frozen=True)

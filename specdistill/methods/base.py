@@ -116,8 +116,9 @@ class Advice(ABC, Generic[DraftT]):
 class Method(ABC, Generic[RecipeT, DraftT]):
     """A way to draft: how its drafts are recognized, created, trained, decoded with and exported.
 
-    A method overrides the operations that it supports. An operation that is not overridden raises a
-    UserError that names the method. A search that is not overridden finds nothing.
+    A method overrides the operations that it supports. Most operations that are not overridden,
+    such as training, raise a UserError that names the method. Those that recognize or check a
+    draft's files find nothing instead.
 
     Attributes:
         name: the name of the method's row in the table.
@@ -211,7 +212,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     def read_head_shape(self, config: RawConfig, num_layers: int | None) -> HeadShape | None:
         """Read from config.json the shape that a head was trained with; by default, return None.
 
-        Here a head is a draft that reads hidden states of the target, such as EAGLE-3 or DFlash.
+        Here a head is a draft of method eagle, eagle3, dflash or dspark.
 
         Args:
             config: the content of the head's config.json.
@@ -219,7 +220,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
                 unknown.
 
         Returns:
-            The shape; None for other drafts.
+            The shape; None for drafts of other methods.
         """
         return None
 
@@ -247,7 +248,8 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Returns:
-            The shape of a head as decoding would read it; None for other drafts.
+            The shape that decoding would read, for a draft of method eagle, eagle3, dflash or
+            dspark; None for drafts of other methods.
 
         Raises:
             UserError: for a draft that is broken or does not fit the target.

@@ -68,7 +68,10 @@ def check_first_loss(
     # An even guess among the draft's W tokens has the loss ln W.
     target_ids = getattr(objective.draft, "target_ids_W", None)
     even_loss = math.log(target.vocab_size if target_ids is None else len(target_ids))
-    is_large = _compute_output_scale(target) > ORDINARY_SCALE
+    # A fresh draft uses the target's LM head. If the target's logits are larger than those of
+    # ordinary targets, so are the draft's, and it is far too sure of its guesses. Such a draft is
+    # scaled down at a lower loss.
+    has_large_logits = _compute_output_scale(target) > ORDINARY_SCALE
     dtype = getattr(torch, target.dtype)
 
     # ln W says nothing about other divergences, so the loss is measured by forward KL.
@@ -81,14 +84,15 @@ def check_first_loss(
         torch.random.fork_rng(),
         torch.autocast(target.device.type, dtype, enabled=dtype.itemsize == 2),
     ):
-        # Measure the loss on a few rows, as an evaluation during training does (None: no batch
-        # number).
-        batch = objective.prepare(_build_probe(target, rows), None)
+        # Measure the loss on a few rows. They are not a batch of the run, so they have no number,
+        # and are prepared as in an evaluation.
+        batch_number = None
+        batch = objective.prepare(_build_probe(target, rows), batch_number)
         inputs = {**batch, **objective.read_target(target, batch)}
         loss = _measure(objective, inputs)
 
         # Scale a fresh draft's output down if its loss is far too high.
-        max_loss = even_loss * (MAX_LOSS_LARGE if is_large else MAX_LOSS_ORDINARY)
+        max_loss = even_loss * (MAX_LOSS_LARGE if has_large_logits else MAX_LOSS_ORDINARY)
         if is_fresh and loss > max_loss:
             loss = _scale_down(objective, inputs, loss, even_loss)
 

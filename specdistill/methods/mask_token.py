@@ -101,7 +101,8 @@ def resolve_mask(
 
     Raises:
         UserError: if the token is not in the vocabulary, if it ends a generation, or if it is a
-            special token that occurs in the data although another token does not occur.
+            special or added token that occurs in the data, and a token that does not occur there
+            could be used instead.
     """
     # Find a free token, as the choice or as a suggestion in errors.
     free_token = find_free_token(tokenizer, end_ids, vocab_size, counts)
@@ -127,8 +128,8 @@ def resolve_mask(
     if mask == tokenizer.eos_token_id or mask in end_ids:
         raise make_error(got=f"{name}, which ends a generation")
 
-    # A mask that occurs in the data is refused only if it is a special token and another token is
-    # free.
+    # A mask that occurs in the data is refused only if it is a special or added token, and a token
+    # that does not occur in the data could be used instead.
     if not counts or not counts[mask]:
         return mask
     occurrence = (

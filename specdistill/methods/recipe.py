@@ -182,8 +182,8 @@ class TrainedRecipe(Recipe):
     loss: Section = section(Section)
     selection: SelectionConfig | None = option(
         None,
-        f"prompts that are decoded at each evaluation during training, to measure"
-        f" train.metric_for_best_model={DECODED_METRIC}; null: no prompts",
+        "the suite, and how many of its prompts each evaluation during training decodes to measure"
+        f" train.metric_for_best_model={DECODED_METRIC}; null: none are decoded",
     )
     optimizer: Literal["muon_adamw", "adamw"] = option(
         "muon_adamw",

@@ -557,7 +557,7 @@ class TargetFiles:
         return fetch(
             split_gguf(self.name)[0],
             key=KEY,
-            expected="pico, a folder, a GGUF file or a Hub id",
+            expected="pico (built in), a folder, a GGUF file or a Hub id",
             revision=self.revision,
             patterns=patterns,
         )

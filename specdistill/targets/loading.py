@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # That module imports this one.
 # file that was cut short raises struct.error.
 READING_ERRORS = (*CLASS_ERRORS, OSError, struct.error)
 # What errors say is expected: of any target, and of a GGUF file.
-TARGETS = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
+TARGETS = "pico (built in), a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
 GGUF = (
     "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a"
     " Llama (llama-quantize makes them), or the checkpoint that it was made from"

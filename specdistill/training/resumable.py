@@ -269,10 +269,12 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Add up the findings of all processes about this step, and read those that are due.
+        """Add up the findings of all processes about this step, and read those of the step before.
 
         A process finds out two things: whether it was asked to stop, and whether a loss of this
         step is not finite. All processes must know the sums, because all end after the same step.
+        The sums of this step are usually read one step later, so that the CPU does not wait for the
+        device. `_read` says when they are read at once.
         """
         # Count the processes that were asked to stop, and those whose loss is not finite. Each
         # process contributes two numbers [2], 0 or 1.

@@ -138,10 +138,10 @@ def test_an_adapted_target_is_served_as_a_merged_copy(
         assert verifier == merged
     else:
         assert words[2] == merged and "--revision" not in words
+    # In float64 nothing but the merged weights is rounded. In float32 a CPU's kernels round, too.
     ids = torch.arange(4, 28)[None]
-    assert torch.allclose(
-        AutoModelForCausalLM.from_pretrained(merged)(ids).logits, adapted(ids).logits, atol=1e-5
-    )
+    merged_logits = AutoModelForCausalLM.from_pretrained(merged).double()(ids).logits
+    assert torch.allclose(merged_logits, adapted.double()(ids).logits, atol=1e-5)
     assert AutoTokenizer.from_pretrained(merged)("ab").input_ids == target.tokenizer("ab").input_ids
 
 

@@ -373,15 +373,17 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     Raises:
         UserError: if the existing draft does not suit the target.
     """
-    # A shipped recipe says how the draft is built and trained: the recipe for this target, or else
-    # the one for small targets.
+    # A shipped recipe says how the draft is built and trained. If there is one for this target,
+    # `find_recipe` returns its name and settings. Otherwise it returns only the name of a recipe
+    # for small targets, because a large target needs other settings.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name, scenario.own_recipes)
-    # For the recipe for small targets, `find_recipe` returns only the name. Read its settings if it
-    # is used unchanged: for a small target, or on a CPU, where larger sizes would take too long.
+
+    # A small target takes the settings of that recipe. On a CPU every target does, because larger
+    # sizes would take too long there. `Machine` is the class of CPUs.
     is_small = target.parameters <= MAX_SMALL_TARGET_PARAMETERS
-    uses_small_recipe = is_small or isinstance(scenario.device, Machine)
-    if not settings and recipe and uses_small_recipe:
+    is_on_cpu = isinstance(scenario.device, Machine)
+    if not settings and recipe and (is_small or is_on_cpu):
         settings = read_recipe(recipe)
 
     # If a method is not possible for this target, its row says why. With an existing draft that is

@@ -259,10 +259,16 @@ def recommend_method(
     If recipes that promise a speedup are shipped for models of the target's architecture and sizes,
     the best of them is recommended, unless the user named an existing draft. In all other cases,
     the best draft is recommended if its estimated speedup is higher than that of n-gram lookup,
-    which needs no training. Otherwise the lookup is. Drafts are preferred in this order:
+    which needs no training. Otherwise the lookup is. But if even the high end of the estimated
+    speedup of this choice is at most 1, plain decoding is the fastest, and no method is
+    recommended.
+
+    Drafts are preferred in this order:
     - multi-token-prediction layers that come with the target;
     - existing drafts, and drafts with a recipe made for this target (by its name or its sizes);
     - drafts that can be trained on one machine;
+    - for small targets, drafts that do not propose all K tokens in one pass, as dflash, dspark and
+      pard do;
     - drafts with a higher estimated speedup.
 
     Args:
@@ -272,7 +278,7 @@ def recommend_method(
 
     Returns:
         These keys, whose value is None if there is no such thing:
-        - `method`: the name of the method;
+        - `method`: the name of the method; None, as `start`, if plain decoding is the fastest;
         - `recipe`: the shipped recipe for these sizes;
         - `reason`: a sentence;
         - `start`: the commands that train or measure it;
@@ -457,8 +463,9 @@ def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool,
     False sorts before True. So these come first, the most important condition at the top:
     - existing drafts, and drafts with a recipe made for this target;
     - drafts that can be trained on one machine;
-    - for small targets, all drafts but block drafters. Block drafters learn slowly, and are behind
-      other methods with little training data (docs/methods.md);
+    - for small targets, all drafts but those that propose all K tokens in one pass (dflash, dspark
+      and pard). These learn slowly, and are behind other methods with little training data
+      (docs/methods.md);
     - drafts with a higher middle of the estimated speedup.
     """
     is_slow = (

@@ -68,7 +68,7 @@ def read_model_config(
         ResourceError: when the Hub fails.
     """
     path, file = split_gguf(resolve(name, key))
-    expected = "pico, a folder, a GGUF file or a Hub id"
+    expected = "pico (built in), a folder, a GGUF file or a Hub id"
 
     # A GGUF file holds its config itself. Only the file's header is read. In the Hub's cache, the
     # folder of a repository is named after the commit, so `folder.name` is the revision.

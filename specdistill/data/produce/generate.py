@@ -500,8 +500,8 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
 
     # Special tokens in the middle of an answer break a rule, except the special tokens around
     # reasoning and tool calls. `find_inner_ids` finds these exceptions, which are only needed if
-    # there are rules. The `ServerTokenizer` only decodes answers here, whether of servers or of the
-    # model in this process, so its chat template needs no arguments.
+    # there are rules. Here the `ServerTokenizer` only decodes answers and gives the special tokens,
+    # so its chat template needs no arguments.
     decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, template={})
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 

@@ -20,6 +20,7 @@ from specdistill.common.documents import parse_json
 from specdistill.common.errors import UserError, logger
 from specdistill.common.folders import exclusive_lock
 from specdistill.common.terminal import Console
+from specdistill.data.produce.answer_rules import RULES
 from specdistill.data.produce.blocks import plan_blocks
 from specdistill.data.produce.generate import MIN_FILL
 from specdistill.data.produce.job import Job
@@ -226,16 +227,27 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
     if not len(documents) and any(source.entry.source == SELF_SOURCE for source in sources):
         raise UserError(
             "data.source",
-            got="self, but every prompt that the target generated was dropped",
+            got="self, but no prompt that the target generated was kept with its answer",
             expected="a target that generates user prompts (instruct models do), or prompts of your"
             " own: a file or a Hub id",
+        )
+
+    # Without a document, either rules dropped every answer, or there was no prompt to answer.
+    num_dropped_answers = sum(filtered[rule] for rule in RULES)
+    if not len(documents) and num_dropped_answers:
+        worst_rule = max(RULES, key=lambda rule: filtered[rule])
+        raise UserError(
+            "data.regenerate.filter",
+            got=f"rules that dropped all {num_dropped_answers} answers; the rule `{worst_rule}`"
+            " dropped the most answers",
+            expected="rules that keep some of the answers",
         )
     if not len(documents):
         raise UserError(
             "data.max_length",
             got=f"{job.config.max_length}, but no row of data.source gives a prompt",
             text=(
-                "data.max_length: generated no document from data.source; probably no row gives a"
+                "data.max_length: generated no document, because no row of data.source gives a"
                 f" prompt. A plain text must have at least {job.config.generation.prompt_tokens}"
                 " tokens: use longer texts, or lower data.regenerate.prompt_tokens. The prompt of a"
                 f" conversation may have at most {job.config.max_length // 2} tokens, half of"

@@ -234,7 +234,8 @@ def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
 def _print_source(published: PublishedFigures) -> None:
     """Print where the published figures are from, and which settings could not be compared.
 
-    A setting cannot be compared if the source of the figures, or a report, does not state it.
+    A setting cannot be compared if the source of the figures does not state it. Arguments of the
+    chat template can never be compared, because reports do not record them.
     """
     print(
         "\nAcceptance lengths are 1 + accepted / drafts, as vLLM counts them. Published in:"
@@ -245,8 +246,8 @@ def _print_source(published: PublishedFigures) -> None:
         print(f"Not compared, because the source does not state it: {unstated}.")
     if published.template:
         print(
-            "Not compared, because a report does not state it: arguments of the chat template,"
-            f" {published.template}."
+            "Not compared, because reports do not record them: the arguments of the chat template,"
+            f" {published.template} in the source."
         )
 
 

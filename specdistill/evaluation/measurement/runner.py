@@ -1,4 +1,4 @@
-"""Measure drafts: decode every prompt with and without each draft, interleaved.
+"""Measure drafts: decode every prompt with each draft and without one, interleaved.
 
 `measure` is the only runner. An evaluation measures one draft in several configurations. A
 comparison measures several drafts in one configuration. The device should be otherwise idle.

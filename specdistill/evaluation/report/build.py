@@ -429,12 +429,14 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         The reasons, in words, by the name of the number.
     """
     # Reasons for numbers that compare with transformers' `generate()`, which was timed on some
-    # prompts only. `fast_reason` is for the speedup over `generate()`: it is left out if the
-    # baseline is as fast.
+    # prompts only. The speedup over `generate()` is absent without such prompts, and also if the
+    # baseline is as fast as `generate()`. With such prompts the row has the ratio of the two
+    # speeds, so then it is the second reason.
     untimed_reason = "none of these prompts was among those timed"
-    fast_reason = (
+    is_generate_timed = "baseline_over_hf_generate" in row
+    speedup_reason = (
         "the baseline is as fast as transformers' generate()"
-        if "baseline_over_hf_generate" in row
+        if is_generate_timed
         else untimed_reason
     )
 
@@ -457,7 +459,7 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         **dict.fromkeys(
             ("hf_generate_tokens_per_second", "baseline_over_hf_generate"), untimed_reason
         ),
-        "speedup_over_hf_generate": fast_reason,
+        "speedup_over_hf_generate": speedup_reason,
         "context_ratio": (
             "too few drafts at a long or a short context"
             if row["num_drafts"]

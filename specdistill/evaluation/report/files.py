@@ -124,8 +124,8 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
         raise UserError(
             key,
             got=(
-                f"{folder}, whose file {existing_names[0]} specdistill did not write (there is no"
-                f" {names[0]} with a specdistill_version)"
+                f"{folder}, which has a file {existing_names[0]}, but no {names[0]} with a"
+                " specdistill_version"
             ),
             expected="a new folder, so that no foreign file is overwritten",
         )

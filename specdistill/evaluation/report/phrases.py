@@ -677,17 +677,28 @@ def format_settings(report: Report) -> str:
 def _describe_proposer(settings: Settings) -> str:
     """Describe the settings of a draft, e.g. "drafting: block size 8"; empty if it has none.
 
-    For n-gram lookup, the text is e.g. "n-gram lookup (n = 1 to 3) in prompt and output".
+    For n-gram lookup, the text is e.g. "n-gram lookup (n = 1 to 3) in prompt and output". With the
+    rule of an engine it is e.g. "n-gram lookup (rule vllm, n = 1 to 3) in prompt and output".
 
     Args:
         settings: the settings, without those of a lookup in front of the draft.
     """
     if not settings:
         return ""
-    if settings.keys() != {"min", "max", "lookup"}:
+
+    # Only n-gram lookup has no other settings than these. Suffix lookup has `min` and `max`, too.
+    if not {"min", "max"} <= settings.keys() <= {"rule", "min", "max", "lookup"}:
         return f"drafting: {_format_listed(settings)}"
-    text = "prompt and output" if settings["lookup"] == "sequence" else "the prompt"
-    return f"n-gram lookup (n = {settings['min']} to {settings['max']}) in {text}"
+
+    # The rule of llama.cpp only looks up n-grams of `max` tokens, whatever `min` is.
+    rule = settings.get("rule")
+    is_one_length = settings["min"] == settings["max"] or rule == "llama.cpp"
+    lengths = (
+        f"n = {settings['max']}" if is_one_length else f"n = {settings['min']} to {settings['max']}"
+    )
+    details = f"rule {rule}, {lengths}" if rule else lengths
+    text = "the prompt" if settings.get("lookup") == "prompt" else "prompt and output"
+    return f"n-gram lookup ({details}) in {text}"
 
 
 def format_shared_settings(*reports: Report) -> str:

@@ -159,8 +159,8 @@ class BlockObjective(Objective):
             num_anchors: the most blocks per row, on average (see `draw_blocks`).
             step_decay: the loss weight of drafted position k is step_decay ** k.
             temperature: divides both sets of logits.
-            alpha: the smoothing of D-PACE, which weights the positions in place of `step_decay`;
-                None: no D-PACE.
+            alpha: the smoothing of D-PACE, which weights a position by how many tokens are expected
+                to be accepted from it on, in place of `step_decay`; None: no D-PACE.
             confidence_weight: the weight of the confidence head's loss, if the draft has such a
                 head: the cross-entropy of its confidence with the expected acceptance.
             seed: the seed with which the beginnings of the blocks (anchors) are drawn.
@@ -233,7 +233,8 @@ class BlockObjective(Objective):
             position_ids: [B, T], positions within the documents.
             anchors: where each block begins: positions [N] in the flattened rows.
             has_loss: which slots of the blocks are learned, [N, K].
-            spans: chunks of blocks for the attention on a CPU (see `split_blocks`).
+            spans: the bounds of the chunks of blocks whose attention a CPU computes one by one
+                (see `split_blocks`). A GPU does not read them.
             features: the target's features (hidden states) at all positions.
             soft_targets: the target's distributions of the tokens that the slots predict.
             measure: whether to also fill the metrics that cost time.
@@ -319,7 +320,8 @@ class BlockObjective(Objective):
             ids_S: the tokens of the flattened batch.
             position_ids: [B, T], positions within the documents.
             anchors: where each block begins: positions [N] in the flattened batch.
-            spans: chunks of blocks for the attention on a CPU (see `split_blocks`).
+            spans: the bounds of the chunks of blocks whose attention a CPU computes one by one
+                (see `split_blocks`). A GPU does not read them.
             features: the target's features at all positions.
 
         Returns:
@@ -328,9 +330,12 @@ class BlockObjective(Objective):
         draft = self.draft
         shape = draft.config
         position_S = position_ids.flatten()
+        # `position_S` counts from the start of each document. So this is where the document of each
+        # anchor starts in the flattened batch.
+        document_starts = anchors - position_S[anchors]
         kv_cache = BlockKVCache(
             anchors,
-            anchors - position_S[anchors],
+            document_starts,
             spans,
             shape.block_size,
             shape.sliding_window,
@@ -362,8 +367,8 @@ class BlockObjective(Objective):
         if self.alpha is None:
             return losses_r, metrics_Mr
 
-        # D-PACE weights a position by how likely drafting reaches it. No gradient flows through the
-        # weights.
+        # D-PACE weights a position by how many tokens are expected to be accepted from it on. No
+        # gradient flows through the weights.
         with torch.no_grad():
             # Compute the draft's probability of the text's token. It is 0 for a token that is not
             # in the draft vocabulary, whose ids are sorted.

@@ -103,8 +103,11 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     def _run_block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
         """Run the draft once over one block for each row; a block begins at the row's last token.
 
-        Before that, the draft reads the tokens that were added since the last round: it computes
-        their keys and values from the target's features, and stores these in the KV cache.
+        The block is this token, which is called the anchor, and mask tokens after it.
+
+        Before it runs over the blocks, the draft reads the tokens that were added since the last
+        round: it computes their keys and values from the target's features, and stores these in the
+        KV cache.
 
         Args:
             state: the sequences so far, with the target's features of the added tokens.
@@ -126,15 +129,16 @@ class BlockProposer(FeatureProposer[BlockDraft]):
                 expected=f"at most {config.num_drafted}",
             )
 
-        # Add keys and values of the fresh positions to the cache.
+        # Add keys and values of the added tokens to the cache. `counts` says how many tokens were
+        # added to each row. In `state.fresh`, rejected draft tokens may follow them.
         counts = state.num_fresh
         num_committed = self.count_committed(state)
-        self.draft.remember(
-            state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
-        )
+        features = state.fresh.first(max(counts))
+        self.draft.remember(features, self.cache.begin_chain(counts), self.cache)
 
-        # Run the draft over the blocks, and drop the keys and values of their slots again. If the
-        # anchor's own slot does not predict (`first_slot` is 1), a block needs k + 1 slots.
+        # Run the draft over the blocks, and drop the keys and values of their positions again. A
+        # block needs k + 1 positions if the one of the anchor, which comes first, does not predict
+        # a token (`first_slot` is 1).
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
         rotary = self.cache.begin_chain(
             [k + config.first_slot] * len(counts), is_causal=config.is_causal

@@ -412,13 +412,14 @@ def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor
     """Reorder values of loss tokens by the position at which their chain of draft steps starts.
 
     Step k predicts the token 2 + k positions after the start of its chain (the root). So the values
-    of one chain end up in one column. Values without a loss must be 0: they may belong to a root
-    before the first position, and are then added to position 0.
+    of one chain end up in one column. In step k, a token has no loss if fewer than 2 + k tokens of
+    its document are before it, and its value must then be 0: its root may be before the first
+    position of the batch, and the value is then added to position 0.
 
     Args:
         loss_positions: [R], positions of the loss tokens in the flattened rows.
         num_positions: S, all positions of the rows. A chain starts at each of them.
-        values_KR: a value for each step and loss token.
+        values_KR: a value for each step and loss token; 0 where the token has no loss in the step.
 
     Returns:
         [K, S]: the values by step and root; 0 where there is no loss token.

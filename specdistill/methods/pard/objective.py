@@ -45,9 +45,9 @@ def draw_masks(
     min_retention: float,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Choose at random after which tokens of a batch masks are trained (PARD's conditional drop).
+    """Choose at random which masks are trained after each token (PARD's conditional drop).
 
-    After a token, masks 1 to K - 1 stand for the unknown next tokens. Mask i predicts the token
+    Masks 1 to K - 1 after a token stand for the unknown next tokens. Mask i predicts the token
     i + 1 positions after the token that it follows. In the text `a b c d`, for example, `a` itself
     predicts `b`, mask 1 after `a` predicts `c`, and mask 2 predicts `d`. Mask 2 is only possible if
     `b`, `c` and `d` all have a loss; they are then in one document with `a`.

@@ -23,7 +23,9 @@ class SuffixConfig(Section):
         "number of earlier requests, the latest ones, whose outputs are searched too; 0: none",
         ge=0,
     )
-    max_spec_factor: float = option(1.0, "most draft tokens for each matched token", gt=0)
+    max_spec_factor: float = option(
+        1.0, "longest draft, as a multiple of the number of tokens that matched", gt=0
+    )
     min_token_prob: float = option(
         0.1,
         "the draft ends before its estimated probability falls below this value; the estimate is"

@@ -43,7 +43,8 @@ class Layout:
         limits: settings that the engine does not support; the first one that a head has is
             reported.
         first_layer: the prefix of tensor names in the first layer of an EAGLE-3 head.
-        needs_target: why a head's folder repeats the target's embedding; empty if it does not.
+        needs_target: why a head in this layout cannot be written without the target's files, for
+            the error if there are none; empty if it can.
         fc_bias: whether an EAGLE-1 head always has a bias in `fc`. If the head has none, zeros are
             written.
     """

@@ -415,7 +415,7 @@ LLAMA_CPP = Engine(
     lookup=FrontLookup(
         note=(
             f"llama.cpp looks up with its own rule `{NGRAM_SIMPLE}`: it compares a fixed number of"
-            " tokens, and drafts only where at least as many tokens follow."
+            " tokens, and discards a draft of fewer tokens."
         ),
         limit=limit,
     ),

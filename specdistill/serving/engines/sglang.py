@@ -43,7 +43,8 @@ from specdistill.serving.engines.vllm import build_sampling_parameters
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms with which SGLang can change K
 # Algorithms that draft whole blocks. The draft's config.json says how long a block is.
 BLOCKS = ("DFLASH", "DSPARK")
-LENGTHS_FILE = "draft_lengths.json"  # the file with the K of each load, which the server reads
+# The file from which the server reads which K to use at which load (sequences at once).
+LENGTHS_FILE = "draft_lengths.json"
 
 
 def build_sglang_options(served: Served) -> dict[str, object]:
@@ -114,15 +115,15 @@ def serve_arguments(served: Served) -> list[str]:
 def serve_command(served: Served) -> str:
     """Return the shell lines that start an SGLang server.
 
-    If K changes with the number of sequences at once (the load), the first line writes the file
-    from which SGLang reads the K of each load.
+    If K changes with the number of sequences at once (the load), the first line writes LENGTHS_FILE
+    into the current folder. From this file SGLang reads which K to use at which load.
 
     Args:
         served: the target, the draft and the settings to serve them with.
     """
     command = PROGRAM.format_command(served)
-    slots = format_slots(served)
-    return f"echo {shlex.quote(slots)} > {LENGTHS_FILE}\n{command}" if slots else command
+    k_by_load = format_slots(served)  # JSON; empty if K does not change
+    return f"echo {shlex.quote(k_by_load)} > {LENGTHS_FILE}\n{command}" if k_by_load else command
 
 
 def format_slots(served: Served) -> str:
@@ -145,13 +146,13 @@ def format_snippet(served: Served) -> str:
     Args:
         served: the target, the draft and the settings to serve them with.
     """
-    # If K changes with the number of sequences at once, the code first writes the file from which
-    # SGLang reads the K for each number.
+    # If K changes with the number of sequences at once (the load), the code first writes
+    # LENGTHS_FILE, from which SGLang reads which K to use at which load.
     options = ", ".join(f"{name}={value!r}" for name, value in build_sglang_options(served).items())
-    slots = format_slots(served)
+    k_by_load = format_slots(served)  # JSON; empty if K does not change
     setup = (
-        f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n"
-        if slots
+        f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({k_by_load!r})\n\n"
+        if k_by_load
         else ""
     )
     return f"""{setup}import sglang

@@ -175,17 +175,21 @@ def format_snippet(served: Served) -> str:
     Args:
         served: the target, the draft and the settings to serve them with.
     """
+    # Environment variables are needed only for a lookup in front of the draft. The lookup must know
+    # the last token before it looks up the next ones, so vLLM cannot schedule asynchronously then.
+    environment = list_variables(served)
+    has_lookup = bool(environment)
+
     # Collect the arguments of `LLM`. Those that are None are left out.
-    variables = list_variables(served)
     engine_arguments = {
         "revision": served.pinned,
         "tensor_parallel_size": served.num_gpus if served.num_gpus > 1 else None,
-        "async_scheduling": False if variables else None,
+        "async_scheduling": False if has_lookup else None,
     }
     options = "".join(
         f"{name}={value!r}, " for name, value in engine_arguments.items() if value is not None
     )
-    setup = f"import os\n\nos.environ |= {variables!r}\n\n" if variables else ""
+    setup = f"import os\n\nos.environ |= {environment!r}\n\n" if environment else ""
     return f"""{setup}from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":

@@ -404,7 +404,12 @@ def test_near_duplicates_of_prompts_of_other_blocks_are_filtered_with_servers(
     ("source", "settings", "key", "got"),
     [
         ("self", {"regenerate": None}, "data.source", "self with data.regenerate.num_tokens=0"),
-        ("self", {}, "data.source", "self, but every prompt that the target generated was dropped"),
+        (
+            "self",
+            {},
+            "data.source",
+            "self, but no prompt that the target generated was kept with its answer",
+        ),
         (
             "self",
             {"columns": {"text": "body"}},

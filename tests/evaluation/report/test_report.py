@@ -107,6 +107,18 @@ def test_a_report_that_does_not_fit_the_schema_is_not_written(
     ("settings", "shown"),
     [
         ({"drafting": {"min": 2, "lookup": "prompt"}}, ("min 2", "lookup prompt")),
+        (
+            {"drafting": {"min": 3, "max": 3, "lookup": "prompt"}},
+            ("n-gram lookup (n = 3) in the prompt",),
+        ),
+        (
+            {"drafting": {"rule": "vllm", "min": 1, "max": 3, "lookup": "sequence"}},
+            ("n-gram lookup (rule vllm, n = 1 to 3) in prompt and output",),
+        ),
+        (
+            {"drafting": {"rule": "llama.cpp", "min": 1, "max": 3, "lookup": "sequence"}},
+            ("n-gram lookup (rule llama.cpp, n = 3) in prompt and output",),
+        ),
         ({"tree": {"budget": 16, "depth": 4, "top_k": 3}}, ("16 tokens, 4 deep, top 3",)),
         ({"tree": {"branching": [4, 2]}}, ("branching 4, 2",)),
     ],
