@@ -3,8 +3,7 @@
     python -m bench.sample  # of runs/demo/report, which `make demo` leaves
     python -m bench.sample report=runs/mine/report
 
-The present sample is the report of `specdistill eval target=pico method=ngram suite=pico
-eval.num_prompts=8 eval.max_new_tokens=96 eval.repeats=2`, judged by the gate `default`.
+The present sample is the report of `make demo`.
 report.json, samples.jsonl and report.md go to docs/sample/, and the picture to
 docs/images/report.svg. The site renders the page itself.
 """

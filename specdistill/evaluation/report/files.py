@@ -64,6 +64,7 @@ MAX_BYTES = 4_000_000  # of the embedded JSON, so that a page stays below 5 MB a
 # How many characters of a long prompt are shown: its end, which the completion follows. More would
 # push the completion off the screen.
 PROMPT_CHARACTERS = 400
+NUM_VISIBLE_TOKENS = 48  # about as many tokens of a completion as the picture has room for
 # The columns of the table of several reports.
 SUMMARY_HEAD = (
     "method",
@@ -397,9 +398,12 @@ def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
         records: the records of all prompts.
     """
     row = report["results"][0]
-    # Show the completion with the largest number of different tokens. A completion that repeats
-    # itself would show little.
-    varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
+    # Show the completion whose visible part has the largest number of different tokens. A completion
+    # that repeats itself would show little.
+    varied = sorted(
+        select_records(row, records),
+        key=lambda record: -len(set(record.token_ids[:NUM_VISIBLE_TOKENS])),
+    )
     samples = select_samples(varied)
     template = load_template("evaluation/report/picture.svg.j2")
     return make_printable(
