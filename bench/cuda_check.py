@@ -220,10 +220,10 @@ class LaunchLedger(Ledger):
     def compile_graph(self, module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
         """Return a function that runs a graph and counts its kernels; a torch.compile backend.
 
-        The function runs the operations one by one, without compiling them. It adds to the counts
-        of this ledger the kernels that Inductor would make after fusion, and their traffic. The
-        arithmetic of matrix products and attention is counted by `__torch_dispatch__` while they
-        run.
+        The function runs the operations one by one, without compiling them. But it counts them as
+        Inductor would run them: each fused kernel counts once, with the traffic that remains after
+        fusion. Matrix products and attention count as kernels without traffic. Their arithmetic is
+        counted instead: `__torch_dispatch__` does this while they run.
 
         Args:
             module: the traced graph.
@@ -248,18 +248,18 @@ class LaunchLedger(Ledger):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
 
-                # A no-op node runs nothing, so it is no kernel. The external kernels are matrix
-                # products and attention. They are counted as kernels here, but not in the traffic,
-                # which a Ledger counts for all other operations.
+                # All nodes are kernels, except the no-op nodes, which run nothing.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
                     if not isinstance(node, NopKernelSchedulerNode)
                 ]
-                fused = [
+                # Inductor does not generate the external kernels: matrix products and attention.
+                # What they read and write is not counted as traffic, here or elsewhere.
+                generated_kernels = [
                     node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)
                 ]
-                traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
+                traffic = sum(node.get_read_write_buffers_sizes() for node in generated_kernels)
 
         def call(*graph_inputs: Tensor) -> object:
             """Run the graph once, and add its kernels and traffic to the counts."""
@@ -329,13 +329,14 @@ def plan_head() -> PlannedDraft:
 
 
 def main(options: Options) -> ExitCode:
-    """Count what a GPU would do in each part of training and decoding, and print the counts.
+    """Count a GPU's kernels, memory traffic, arithmetic and waits, and compare with the record.
 
-    With `record=true` they are written to the record.
+    No GPU is used: tensors without content stand for those on a GPU. The counts of each part of
+    training and decoding are printed. With `record=true` they replace the record.
 
     Returns:
-        CHECK_FAILED if a count exceeds the record, or if the host waits for the GPU in
-        training; else DONE.
+        CHECK_FAILED if a count exceeds the record by more than 5 %, or if the host waits for the
+        GPU in training; else DONE.
     """
     counts_by_part = count_all_parts()
     for name, counts in counts_by_part.items():
@@ -433,17 +434,20 @@ def count_step_with_gradients(head: PlannedDraft, *, compiled: bool) -> dict[str
 
 
 def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
-    """Return the counts of a target pass over packed rows, with its layers compiled for a CPU."""
+    """Return the counts of a pass of the target over packed rows, with compiled layers.
+
+    The kernels are those that torch's compiler makes of the layers for a CPU.
+    """
     with FakeTensorMode() as mode:
         batch = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
 
-        # Attend within documents by their lengths, as a GPU does with varlen attention. A real
-        # target chooses between ways to attend by comparing their outputs, when its cached property
-        # `_packing` is first read. Tensors without content have no values to compare, so the value
-        # of the property is set here.
+        # `_packing` is the function that keeps the documents of a row apart. A real target tries
+        # several functions, compares their outputs, and stores its choice in `_packing`. Tensors
+        # without content have no outputs to compare. So store the choice of a real target here:
+        # `run_by_lengths`, which gives the attention the lengths of the documents.
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
@@ -491,9 +495,10 @@ def build_parts(
         for name, value in batch.items()
     }
 
-    # Set how the target reads packed rows and attends on a GPU. A real target chooses this by
-    # comparing outputs, when its cached properties `_packing` and `_maskless` are first read.
-    # Tensors without content have no values to compare, so the values of both properties are set.
+    # A real target tries several ways to run, compares their outputs, and stores two choices:
+    # - `_packing`: the function that keeps the documents of packed rows apart;
+    # - `_maskless`: the configs whose attention needs no mask in decoding.
+    # Tensors without content have no outputs to compare. So store both here, as on a GPU.
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
 
@@ -545,7 +550,12 @@ def run_target_pass(target: FrozenTarget, aux_layers: Sequence[int], batch: Forw
 
 
 def compute_unroll_loss(objective: Objective, target: FrozenTarget, batch: ForwardInputs) -> None:
-    """Compute the loss of a head as the Trainer computes it, without gradients."""
+    """Run the forward pass of a head's training objective, without gradients.
+
+    In this pass the head drafts several steps in a row (the unroll), and the loss of all steps is
+    computed. It is run only to count its operations, so the loss is not returned.
+    """
+    # None stands for the number of the batch in the run. The objective of a head does not use it.
     batch = objective.prepare(batch, None)
     with torch.no_grad(), enable_autocast():
         objective(**batch, **objective.read_target(target, batch))

@@ -126,8 +126,9 @@ class Timings:
     ) -> tuple[PromptSums, PromptSums]:
         """Simulate the timings of a release whose true speedup changes by `change`.
 
-        The times of the second measurement are scaled so that the speedup over all measured prompts
-        changes by exactly `change`.
+        One draft was measured twice. The first measurement stands for the earlier draft, and the
+        second for the released draft. The seconds of the second are scaled so that its speedup over
+        all measured prompts is exactly 1 + `change` times that of the first.
 
         Args:
             change: the true relative change of the speedup.
@@ -138,8 +139,8 @@ class Timings:
             The sums of each drawn prompt, of the second and of the first measurement. The gate
             computes the speedup from them.
         """
-        # The speedups of the two measurements of the same draft differ a little. The times of the
-        # second one are multiplied by the ratio of the two speedups, so that only `change` is left.
+        # The draft is the same, but by chance the two speedups differ a little. Multiplying the
+        # seconds by their ratio removes this difference, so that only `change` is left.
         drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
@@ -198,8 +199,13 @@ def simulate_releases(
 ) -> Chances:
     """Simulate releases, and return the share of each verdict: passed, failed or inconclusive.
 
+    A release is a new draft that replaces an earlier one. To simulate it, prompts are drawn with
+    replacement from measured prompts. The measurements of the new draft are then adjusted so that
+    the true change is `change`.
+
     Args:
-        population: the measurements that releases are drawn from.
+        population: the measured prompts, with two measurements of each: one for the earlier draft
+            and one for the new draft.
         rule: the rule of the gate that decides.
         change: the true relative change of the rule's metric, e.g. -0.05 for 5 % worse.
         num_prompts: prompts of a release.
@@ -322,7 +328,13 @@ def draw(
 
 
 def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
-    """Return the text on one population in docs/gate.md: a heading and a table of chances."""
+    """Return a heading and a table for docs/gate.md: how often a rule passes or fails a draft.
+
+    Args:
+        population: the measured prompts from which the simulated releases were drawn.
+        curve: number of prompts -> true change of the draft -> chance of each verdict.
+        rule: the rule of the gate.
+    """
     # A row for each number of prompts: the chance to pass if nothing changed, and the chance to
     # fail if the draft truly became worse by the threshold of the rule.
     threshold = float(rule.threshold)

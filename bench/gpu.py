@@ -180,8 +180,8 @@ def choose_limits(options: Options) -> dict[str, int]:
     limits = {}
     for name, part in PARTS.items():
         limit_s = part.short_limit_s if options.short else part.limit_s
-        # A part without a short limit runs in the short form only if it is asked for by name. It
-        # then has its usual limit.
+        # Without names in `parts`, all parts run, except that `short=true` leaves out those without
+        # a short limit. If `parts` names such a part, it runs with its usual limit.
         is_selected = name in options.parts if options.parts else limit_s is not None
         if is_selected:
             limits[name] = limit_s or part.limit_s

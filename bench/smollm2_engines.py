@@ -107,7 +107,12 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """The draft's name in tables: its method, K, and the lookup in front if there is one."""
+        """The draft's name in tables, such as "`eagle3`, K = 3".
+
+        With a lookup in front, it is for example "`eagle3`, K = 14, 2 behind n-gram lookup of 2 to
+        5". The lookup then proposes up to 14 tokens, after n-grams of 2 to 5 tokens that occurred
+        before. Where it finds nothing, the draft proposes 2 tokens.
+        """
         name = f"`{self.method}`, K = {self.k}"
         if self.lookup:
             name += (
@@ -185,7 +190,8 @@ def measure_in_llama_cpp(
     """Measure a draft in llama.cpp's server and in our decoder.
 
     Args:
-        draft: the draft, with a lookup that llama.cpp's server has.
+        draft: the draft. If it has a lookup in front, this is one that llama.cpp's server can run
+            (`Draft.of_llama_cpp`).
         target: the target for our decoder.
         prompts: the prompts for our decoder.
         max_new_tokens: tokens per prompt.
@@ -218,8 +224,10 @@ def measure_in_llama_cpp(
 def load_compared_drafts() -> list[Draft]:
     """Return the trained drafts that `make smollm2` compared and that engines can serve.
 
-    Engines serve chains, alone or behind a lookup. A draft that proposed a tree without a lookup in
-    the comparison is returned, too, because it drafts a chain in an engine.
+    Engines let a draft propose only chains, alone or behind a lookup. Trees were compared, too:
+    - If a draft proposed trees without a lookup, it is returned, and will propose chains of K
+      tokens, where K was the depth of the trees.
+    - If it proposed trees behind a lookup, it is left out, because engines refuse this setting.
 
     Raises:
         UserError: if `make smollm2` has not been run.
@@ -299,15 +307,17 @@ def measure_as_vllm(
 ) -> float:
     """Return the acceptance length of a draft in our decoder, counted as vLLM counts it.
 
-    In the last round of a completion, vLLM also counts draft tokens that are accepted after the end
-    of the completion.
+    A completion may end in the middle of its last round, at a stop token or at the limit of tokens.
+    vLLM counts all accepted draft tokens of this round, also those after the end. So our decoder
+    goes on past the end, and cuts the completion afterwards.
 
     Args:
         draft: the draft.
-        target: the target. It must ignore stop tokens, so that it completes the last round.
+        target: the target, from which the stop tokens were removed (`ignore_stop_tokens`). So
+            decoding does not end at one of them.
         prompts: the prompts.
         max_new_tokens: tokens per prompt.
-        stop_ids: tokens at which a completion is cut off.
+        stop_ids: the stop tokens, at which the completion is cut afterwards.
     """
     proposer = load_proposer(draft.method, draft.folder, target, lookup_first=draft.lookup)
     completions = generate_here(
@@ -326,7 +336,8 @@ def measure_as_llama_cpp(
 ) -> float:
     """Return the acceptance length of a draft in our decoder, counted as llama.cpp counts it.
 
-    llama.cpp counts only draft tokens that are part of a completion.
+    Unlike vLLM, llama.cpp does not count draft tokens that were accepted after the end of the
+    completion.
 
     Args:
         draft: the draft.
@@ -345,7 +356,8 @@ def measure_as_llama_cpp(
     decoder = Decoder(target, proposer)
     limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k}
 
-    # Rounds in which nothing was drafted do not count.
+    # Count as llama.cpp does. `num_accepted` of a round leaves out accepted tokens after the end of
+    # the completion. Rounds in which nothing was drafted do not count.
     num_accepted = []
     for prompt in prompts:
         generation = decoder.generate(prompt.token_ids, **limits)

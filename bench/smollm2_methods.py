@@ -85,9 +85,9 @@ MEASUREMENT_KEYS: dict[str, tuple[Phase, list[Shape]]] = {
 SINGLE_REQUEST_WAYS = ["T = 0", "T = 1"]
 SMALL_RUN_WAYS = ["T = 0", "T = 0, 4 at a time"]
 SIMULATED_METRICS = ["eval_acceptance_length", "eval_acceptance_length_sampled"]
-Reports = Mapping[str, Report]  # by candidate
-Measured = Mapping[str, Reports]  # by way of measuring
-Recipes = Mapping[str, Any]  # by name: recipes of all methods, with different sections
+Reports = Mapping[str, Report]  # name of a draft or lookup -> its report
+Measured = Mapping[str, Reports]  # name of a way of measuring -> its reports
+Recipes = Mapping[str, Any]  # name -> recipe; the recipes of different methods differ in sections
 
 
 class Options(Section):
@@ -141,7 +141,7 @@ def main(options: Options) -> ExitCode:
     # Measure the drafts that trained for equal minutes, in several ways: greedily, sampled, and in
     # batches. All ways share these settings.
     first, *_ = recipes.values()
-    phase = {
+    shared_settings = {
         "target.model": first.target.model,
         "target.dtype": first.target.dtype,
         "suite": first.eval.suite,
@@ -151,7 +151,7 @@ def main(options: Options) -> ExitCode:
         "sampling_draws": 0,
     }
     ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
-    by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
+    by_minutes = measure(place / "minutes", minute_drafts, shared_settings, ways)
 
     # Write the table of what was measured. What was simulated at equal tokens is only printed.
     text = f"{describe_measurement(by_minutes)}\n\n{format_methods_table(by_minutes)}"
@@ -262,7 +262,9 @@ def build_step_keys(recipe: Any, num_steps: int, num_evaluations: int) -> list[s
     ]
 
 
-def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str]) -> Measured:
+def measure(
+    place: Path, drafts: Sequence[str], shared_settings: Phase, ways: Sequence[str]
+) -> Measured:
     """Compare all drafts and lookups, once for each way of measuring.
 
     Trees and batches are left out for a draft that does not support them.
@@ -270,11 +272,11 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
     Args:
         place: the folder in which each comparison has a folder of its own.
         drafts: the folders of the drafts.
-        phase: the settings that all comparisons share.
-        ways: keys of MEASUREMENT_KEYS, such as `T = 0`.
+        shared_settings: the keys of `specdistill compare` that all comparisons share.
+        ways: the names of the ways of measuring: keys of MEASUREMENT_KEYS, such as `T = 0`.
 
     Returns:
-        By way of measuring, the report of each draft and lookup.
+        The reports of all drafts and lookups by name, separately for each of `ways`.
     """
     reports_by_way = {}
     for way in ways:
@@ -293,7 +295,7 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
 
         # Run the comparison in a folder that is named after the way of measuring.
         folder = place / way.replace(" = ", "").replace(", ", "-").replace(" ", "-")
-        comparison = compare(folder, candidates, {**phase, **keys})
+        comparison = compare(folder, candidates, {**shared_settings, **keys})
         reports_by_way[way] = reports_by_name(comparison)
     return reports_by_way
 

@@ -46,7 +46,8 @@ NUM_AUX = {"head": 3, "block": 5}  # layers of the target that a draft reads
 MAX_NORM = 1.0  # the value of speculators, like the weight decay
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 
-# Returns the loss for backward, and the loss to compare.
+# Runs the forward pass of a micro-batch. Returns the loss for the backward pass, and the loss that
+# is compared between trainers.
 MicroBatch = Callable[[], tuple[Tensor, float]]
 
 
@@ -68,14 +69,14 @@ class Trainer:
         """Take one training step, and measure its time and memory.
 
         Returns:
-            `seconds` of the step, and of its parts `forward`, `backward` and `optimizer`; its
-            `loss`; `peak`, the most bytes that the process held during the step, minus the bytes
-            that it held before.
+            `seconds` of the step, and of its parts `forward`, `backward` and `optimizer`; `loss`,
+            which is comparable between trainers; `peak`, the most bytes that the process held
+            during the step, minus the bytes that it held before.
         """
         # Reset the peak of memory, and read the memory before the step.
         reset_peak()
         bytes_before = read_resident_bytes("VmRSS")
-        losses = []
+        compared_losses = []
         times = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         start = last = time.perf_counter()
 
@@ -86,14 +87,15 @@ class Trainer:
             times[part] += now - last
             last = now
 
-        # Run the micro-batches. All have the same weight, so the loss of the step is the mean of
-        # their losses.
+        # Run the micro-batches. Each returns two losses: the one that this trainer minimizes, and
+        # one that all trainers define alike, so that it can be compared. The micro-batches have
+        # equal weights, so the loss of the step is the mean of their losses.
         for micro_batch in self.micro_batches:
-            loss, compared_loss = micro_batch()
+            training_loss, compared_loss = micro_batch()
             add_time("forward")
-            (loss / len(self.micro_batches)).backward()
+            (training_loss / len(self.micro_batches)).backward()
             add_time("backward")
-            losses.append(compared_loss)
+            compared_losses.append(compared_loss)
 
         # Update the parameters, and give back the memory of the gradients.
         if self.optimizer is not None:
@@ -105,7 +107,7 @@ class Trainer:
 
         # Add the loss and the peak of memory above what the process held before.
         measured = {
-            "loss": sum(losses) / len(losses),
+            "loss": sum(compared_losses) / len(compared_losses),
             "peak": read_resident_bytes("VmHWM") - bytes_before,
         }
         return {"seconds": last - start, **times, **measured}
@@ -332,13 +334,14 @@ def build_own_block_trainer(
 
     # Replace the optimized attention and loss in the modules by their plain forms.
     if plainly:
-        # Attend with one dense mask. `attend_in_chunks` builds a dense mask for each chunk, so let
-        # a single chunk have all blocks and see all tokens of the batch: (first block, end of the
-        # blocks, first token, end of the tokens). On a GPU, use `attend_in_chunks`, too, in place
-        # of `attend_in_one_call`, which is flex attention.
+        # On a CPU, `attend_in_chunks` is the optimized attention. It builds a dense mask for each
+        # chunk that `split_blocks` returns. A chunk is the tuple (first block, end of its blocks,
+        # first token, end of its tokens). A single chunk with all blocks and all tokens gives one
+        # dense mask.
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
         ]
+        # A GPU would call `attend_in_one_call`, which is flex attention. Replace it.
         objective.BlockKVCache.attend_in_one_call = objective.BlockKVCache.attend_in_chunks
         # Compute all logits at once.
         objective.compute_head_loss = lambda *rows_and_targets, group_size, **options: (

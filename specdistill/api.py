@@ -392,13 +392,15 @@ def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
     This does what `specdistill eval` does, and writes the same files.
 
     Args:
-        recipe: the folder of a run, or a recipe; None if `keys` has all settings.
+        recipe: a recipe as a name, a file or a mapping, or the folder of a run; None if `keys` has
+            all settings.
         keys: keys of `specdistill eval`, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
-    # Every recipe requires the folder of a run. Settings that do not come from a recipe or a run
-    # get a default folder (ARGUMENTS_WITHOUT_RECIPE).
-    has_recipe = recipe is not None and not isinstance(recipe, Mapping)
-    defaults = [] if has_recipe else ARGUMENTS_WITHOUT_RECIPE
+    # `train.output_dir` is required. A recipe's file and a run have this key, and a default would
+    # override it. A mapping and `keys` may lack it, so they get a default
+    # (ARGUMENTS_WITHOUT_RECIPE). It comes first, so that a value in them overrides it.
+    is_file_or_run = recipe is not None and not isinstance(recipe, Mapping)
+    defaults = [] if is_file_or_run else ARGUMENTS_WITHOUT_RECIPE
     arguments = build_arguments(recipe or {}, keys)
     with rename_keys_as_typed(arguments, SHORTHANDS):
         recipe_keys = select_recipe_keys(arguments, SHORTHANDS)

@@ -248,10 +248,9 @@ def _check_machines(machines: int, chosen: LaunchOptions, options: dict[str, Any
                 alternative="add num_machines=2",
             )
         if machines > 1 and getattr(chosen, name) is None:
+            description = LaunchOptions.model_fields[name].description
             raise UserError(
-                name,
-                got=f"nothing with {machines} machines",
-                expected=LaunchOptions.model_fields[name].description or "",
+                name, got=None, text=f"{name} is required with {machines} machines: {description}"
             )
 
     # Ranks of machines count from 0, so the largest is one less than the number of machines.

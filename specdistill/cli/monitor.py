@@ -58,9 +58,9 @@ def monitor(arguments: list[str]) -> int:
     """
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
-    # If the output file is a link, write the file that the link points to. An empty `output=` is
-    # loaded as None, as if it had not been typed, but must be refused. The check does so, because
-    # `realpath("")` is the working directory, and a folder is no output file.
+    # Check the output file if one was typed. If it is a link, `realpath` returns the file that the
+    # link points to. `output=` without a path is loaded as None, so it is looked for in the
+    # arguments. It is refused: `realpath("")` is the working directory, and a folder is no file.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")
@@ -71,7 +71,7 @@ def monitor(arguments: list[str]) -> int:
     )
     # Engines close idle connections between two readings, so each reading opens a new one.
     server.session.headers["Connection"] = "close"
-    # These modules import scipy, so they are imported only here.
+    # The next modules import scipy, so they are imported only here.
     from specdistill.evaluation.gate.decide import EXIT_CODES
     from specdistill.evaluation.report.files import stage_files
     from specdistill.serving.monitor import find_engine, summarize_acceptance

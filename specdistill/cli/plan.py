@@ -154,12 +154,17 @@ def print_plan(
         Text.assemble((f"Recommended: {choice}", "bold"), f", {recommendation['reason']}")
     )
     _print_commands(recommendation["start"] or "", console)
+    # If a shipped recipe is recommended, the last alternative is a method without such a recipe.
+    # `generated` then has the commands for this method, which are printed only with details.
+    last_commands = recommendation["generated"]
     if recommendation["alternatives"]:
-        hidden = "; details=true prints its commands" if recommendation["generated"] else ""
-        console.print(f"Alternatives: {recommendation['alternatives']}{'' if details else hidden}.")
-    if details and recommendation["generated"]:
-        console.print("Without a recipe that is made for this target:")
-        _print_commands(recommendation["generated"], console)
+        hint = ""
+        if last_commands and not details:
+            hint = "; details=true prints the commands for the last one"
+        console.print(f"Alternatives: {recommendation['alternatives']}{hint}.")
+    if details and last_commands:
+        console.print("For the last alternative, which has no recipe made for this target:")
+        _print_commands(last_commands, console)
     if recommendation["start"] == recommendation["lookup"]:
         console.print("The gain depends on the text. This command measures it.")
     else:

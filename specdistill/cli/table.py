@@ -25,7 +25,8 @@ def table(arguments: list[str]) -> int:
     specdistill table runs/mine/report runs/other/report
     specdistill table runs/comparison --json
     """
-    # Arguments without `=` are paths of reports. Commas may separate several paths in one argument.
+    # `select_recipe_keys` leaves out options such as `--json`. Of the remaining arguments, those
+    # without `=` are paths of reports. Commas may separate several paths in one argument.
     paths = []
     keys = []
     for argument in select_recipe_keys(arguments):
@@ -37,7 +38,7 @@ def table(arguments: list[str]) -> int:
     if paths:
         keys.append(f"reports={json.dumps(paths)}")
     options = load_recipe(TableOptions, keys)
-    # This module imports scipy, so it is imported only here.
+    # The next module imports scipy, so it is imported only here.
     from specdistill.evaluation.report.files import summarize_reports
 
     text, numbers = summarize_reports(options.reports)

@@ -225,6 +225,8 @@ def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
     Raises:
         UserError: while another process holds the lock.
     """
+    # `_HELD` has the descriptors of this process's locks. fork copies them. A lock lasts until all
+    # copies are closed, so a child process closes its copies at once (`_release_inherited_locks`).
     descriptor = os.open(path, flags, 0o666)
     _HELD.add(descriptor)
     try:
@@ -243,8 +245,8 @@ def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
             ) from error
         yield descriptor
     finally:
-        # A child process that was forked meanwhile reaches this line too. There
-        # `_release_inherited_locks` has closed the descriptor and removed it from _HELD.
+        # A child process that was forked within the `with` block may reach this line, too. It has
+        # closed its copy of the descriptor already, and its `_HELD` is empty.
         if descriptor in _HELD:
             _HELD.remove(descriptor)
             os.close(descriptor)

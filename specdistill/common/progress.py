@@ -53,8 +53,10 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
     """Show on stderr how many units of a task are done.
 
     On a terminal this is a bar. Elsewhere it is at most one line every SECONDS, and one at the end.
-    Only the first process on each machine shows anything. The remaining time is shown as soon as
-    MIN_PARTS parts of the task are done.
+    Only the first process on each machine shows anything.
+
+    A task is done in parts, each of one or more units. The remaining time is shown as soon as
+    MIN_PARTS parts are done.
 
     Args:
         description: the task, such as "Making shards".
@@ -62,11 +64,10 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
         unit: the name of a unit in the plural, such as "shards".
 
     Yields:
-        A function `advance(count=1, more=0)`, to be called after each part of the task. It adds
-        `count` to the units that are done, and `more` to the units of the whole task.
+        A function `advance(count=1, more=0)`. A call says that a part with `count` units is done,
+        and adds `more` units to the task. With count=0 it only adds units.
     """
-    # Count the parts of the task that are done: the calls of `advance` that added finished units.
-    num_parts = 0
+    num_parts = 0  # parts of the task that are done
 
     # In other processes than the first on a machine, `advance` does nothing.
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -85,9 +86,9 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             task = bar.add_task(description, total=total, parts=num_parts)
 
             def advance_bar(count: int = 1, more: int = 0) -> None:
-                """Add finished units (`count`) and further units to do (`more`) to the bar."""
+                """Show that a part with `count` units is done, and that `more` units were added."""
                 nonlocal num_parts, total
-                # A call that only adds further units has finished no part of the task.
+                # With count=0 the call only adds units: no part is done.
                 if count > 0:
                     num_parts += 1
                 total += more
@@ -96,7 +97,7 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             yield advance_bar
     else:
         # Elsewhere, such as in a log file, print a line from time to time.
-        num_done = 0  # finished units
+        num_done = 0  # units that are done
         start = time.monotonic()
         last_printed = start
 
@@ -105,23 +106,25 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             print(line, file=sys.stderr, flush=True)
 
         def advance(count: int = 1, more: int = 0) -> None:
-            """Add finished units (`count`) and further units to do (`more`), and print a line.
+            """Count a finished part of the task, and print a line if the last one is old enough.
 
-            The line is printed only if the last one was printed at least SECONDS ago.
+            Args:
+                count: the units of the part; 0 for a call that only adds units to the task.
+                more: units to add to the task.
             """
             nonlocal last_printed, num_done, num_parts, total
             num_done += count
             total += more
-            now = time.monotonic()
-            # A call that only adds further units has finished no part of the task.
             if count > 0:
                 num_parts += 1
+
             # Print no line before the first unit is done. Print none when all are done, either: the
             # line below, after `yield`, is for the end of the task.
+            now = time.monotonic()
             if now - last_printed >= SECONDS and 0 < num_done < total:
                 last_printed = now
-                # The remaining time follows from the average speed so far. This is too uncertain
-                # before MIN_PARTS parts are done, so until then the elapsed time is printed.
+                # The remaining time is estimated from the average time per unit so far. Before
+                # MIN_PARTS parts are done that is too uncertain, so the elapsed time is printed.
                 if num_parts >= MIN_PARTS:
                     seconds_left = (now - start) * (total / num_done - 1)
                     print_line(f"{format_clock(seconds_left)} left")

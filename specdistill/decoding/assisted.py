@@ -427,23 +427,22 @@ extract_arguments = GenerationMixin._extract_generation_mode_kwargs
 
 
 def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> dict[str, Any]:
-    """Return the arguments that `generate()` passes to its decoding loop, or to a callable.
+    """Select the arguments for what `generate()` calls: its decoding loop, or a `Draft` instead.
 
-    This function replaces `GenerationMixin._extract_generation_mode_kwargs`, which leaves
-    `tokenizer` and `streamer` out for a callable. A `Draft` gets the arguments of a callable
-    together with those of a decoding loop.
+    `generate()` selects them by a method of its own, which is kept here as `extract_arguments`. For
+    a callable, that method leaves out arguments that a decoding loop gets, such as `streamer`. This
+    function replaces the method. A `Draft` gets both the arguments of a decoding loop and those of
+    a callable. Everything else gets what the method returns.
 
     Args:
         model: the model whose `generate()` was called.
-        custom_generate: the callable, such as a `Draft`, or None for a loop of `generate()`.
-        arguments: the other arguments of the replaced method.
+        custom_generate: the callable, such as a `Draft`. None: `generate()` runs its own loop.
+        arguments: the other arguments of the method, which are passed on to it.
     """
-    usual_arguments = {}
+    loop_arguments = {}
     if isinstance(custom_generate, Draft):
-        # `extract_arguments` is the replaced method. With None for the callable, it returns the
-        # arguments of a decoding loop.
-        usual_arguments = extract_arguments(model, None, *arguments)
-    return usual_arguments | extract_arguments(model, custom_generate, *arguments)
+        loop_arguments = extract_arguments(model, None, *arguments)  # as without a callable
+    return loop_arguments | extract_arguments(model, custom_generate, *arguments)
 
 
 GenerationMixin._extract_generation_mode_kwargs = extract_all_arguments  # type: ignore[assignment, method-assign]

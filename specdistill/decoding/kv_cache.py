@@ -264,9 +264,10 @@ class DraftKVCache(BatchKVCache):
         super().__init__(num_rows, device)
         self._window = window
         self._rotary = rotary
-        # The first position that the step's first query attends to, and the mask of the positions
-        # from there on: [T, S], [B, 1, T, S], or None if all positions before a query are seen.
-        self._first = 0
+        # In each step, `attend` reads the slots from `_first_key` on. No query of the step sees an
+        # earlier slot. `_mask`, [T, S] or [B, 1, T, S], says which of the slots read each query
+        # sees. None: the positions up to its own, as far back as the window reaches.
+        self._first_key = 0
         self._mask: Tensor | None = None
         self._num_angles = 0
         self._reserve_angles(FIRST_SIZE)
@@ -287,7 +288,9 @@ class DraftKVCache(BatchKVCache):
     def begin_chain(
         self, counts: Sequence[int], *, is_causal: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Prepare the step that reads the next tokens of each row; return their (cos, sin).
+        """Prepare the step that reads a chain of new tokens in each row; return their (cos, sin).
+
+        In a chain each token follows the one before. (Nodes of trees need `begin_level`.)
 
         Args:
             counts: the number of new tokens of each row. T is the largest of them.
@@ -299,31 +302,30 @@ class DraftKVCache(BatchKVCache):
         if len(counts) > 1:
             position_BT = self.place(counts, is_causal=is_causal)
             return self._begin_masked(position_BT)
+        # From here on there is a single row. Its new tokens are at the positions from `start` on.
+        # Skip the positions that lie before the window of the first of them.
         (start,) = self.lengths
         (count,) = counts
         device = self._slot_BT.device
         self._advance(counts)
-        # Skip the positions that lie before the window of the first query.
-        self._first = 0
+        self._first_key = 0
         if self._window is not None:
-            self._first = max(0, start - self._window + 1)
+            self._first_key = max(0, start - self._window + 1)
 
-        # Build the mask that all layers use, if one is needed:
-        # - A single token needs none, because it sees all positions that were not skipped.
-        # - Causal tokens on CUDA, or of a prompt (start = 0), are left to `attend_cached`, which
-        #   applies causality and the window itself. It usually needs no mask: on CUDA a kernel does
-        #   both, and in a prompt that is no longer than the window causality is enough. For a
-        #   longer prompt on a CPU it builds the mask itself, once in each layer.
-        # - All other tokens get a mask here. Row i is the query at position start + i, and column j
-        #   the position first + j.
+        # Attention is faster without a mask. Two kinds of steps need none:
+        # - A step of one token, which sees all positions that were not skipped.
+        # - A causal step on CUDA, or of a prompt (start = 0). For such a step `attend` calls
+        #   `attend_cached`, which applies causality and the window itself.
         self._mask = None
-        can_omit_mask = is_causal and (device.type == "cuda" or start == 0)
-        if count > 1 and not can_omit_mask:
-            mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
+        is_left_to_attend_cached = is_causal and (device.type == "cuda" or start == 0)
+        if count > 1 and not is_left_to_attend_cached:
+            # Row i is the token at position start + i. Column j is the position first_key + j.
+            first_key = self._first_key
+            mask_TS = torch.ones(count, self._end - first_key, dtype=torch.bool, device=device)
             if is_causal:
-                mask_TS = mask_TS.tril(start - self._first)
+                mask_TS = mask_TS.tril(start - first_key)
             if self._window is not None:
-                mask_TS = mask_TS.triu(start - self._first - self._window + 1)
+                mask_TS = mask_TS.triu(start - first_key - self._window + 1)
             self._mask = mask_TS
         return self._cos[:, start : self._end], self._sin[:, start : self._end]
 
@@ -338,15 +340,17 @@ class DraftKVCache(BatchKVCache):
         Returns:
             The rotary tables cos and sin of the nodes, each [B, T, d].
         """
-        num_nodes = tree_pass.ancestors_BTF.shape[1]
+        # [B, T, F]: rows, nodes of this level, tree nodes in the cache including this level.
+        _, num_nodes, _ = tree_pass.ancestors_BTF.shape
         counts = [num_nodes] * len(self.lengths)
         if len(counts) > 1:
             position_BT = self.place(counts, tree_pass=tree_pass)
             return self._begin_masked(position_BT)
-        # The nodes of a level share one position: that of the single row's last node.
+        # A single row needs no indices: all T nodes have the position of its last node. So one
+        # entry of each table is repeated for all of them.
         position = tree_pass.positions[0][-1]
         self._advance(counts)
-        self._first = 0
+        self._first_key = 0  # the mask has a column for every slot, so `attend` skips none
         self._mask = tree_pass.build_mask(self._window)[0]
         cos = self._cos[:, position : position + 1].expand(-1, num_nodes, -1)
         sin = self._sin[:, position : position + 1].expand(-1, num_nodes, -1)
@@ -357,7 +361,9 @@ class DraftKVCache(BatchKVCache):
         self._reserve_angles(self._end)
 
     def _begin_masked(self, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepare a step of several rows with their mask; return cos and sin of the positions.
+        """Build the mask for a step of several rows; return (cos, sin) of its new tokens.
+
+        Several rows always need a mask, because they have different lengths.
 
         Args:
             position_BT: [B, T], the position of each new token.
@@ -365,8 +371,7 @@ class DraftKVCache(BatchKVCache):
         Returns:
             The rotary tables cos and sin, each [B, T, d].
         """
-        # The mask covers all positions from 0 on.
-        self._first = 0
+        self._first_key = 0  # the mask has a column for every slot, so `attend` skips none
         self._mask = self.build_mask(self._window)
         return self._cos[0, position_BT], self._sin[0, position_BT]
 
@@ -382,9 +387,11 @@ class DraftKVCache(BatchKVCache):
         The result is [B, N, T, d]: rows, query heads, new positions, head size.
         """
         keys, values = self.update(key_BGTd, value_BGTd, layer)
-        keys = keys[:, :, self._first :]
-        values = values[:, :, self._first :]
-        # Several queries without a mask are causal. A single query attends to everything.
+        # Skip the slots before `_first_key`, which lie before the window of every query.
+        keys = keys[:, :, self._first_key :]
+        values = values[:, :, self._first_key :]
+        # Several queries without a mask are causal, and `attend_cached` applies the window to each.
+        # A single query without a mask sees all slots that were not skipped.
         if self._mask is None and query_BNTd.shape[2] > 1:
             return attend_cached(query_BNTd, keys, values, self._window).transpose(1, 2)
         return F.scaled_dot_product_attention(

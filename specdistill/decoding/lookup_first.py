@@ -74,12 +74,14 @@ class LookupFirstProposer:
         return self.draft.has_drawn_candidates(sampling, self.tree)
 
     def count_passes(self, k: int) -> int:
-        """Return how many forward passes the draft runs for a proposal of k tokens or levels.
+        """Return how many forward passes of the draft a proposal of k tokens takes.
 
-        A lookup runs none. The draft proposes at most `levels` tokens or levels, so a longer
-        proposal was looked up. A shorter one counts as the draft's.
+        For a tree, k is its number of levels. The draft proposes at most `self.levels` tokens or
+        levels, so a larger k means a proposal of the lookup, which takes no pass. A proposal of at
+        most `self.levels` is counted as one of the draft.
         """
-        return self.draft.count_passes(k) if k <= self.levels else 0
+        is_from_lookup = k > self.levels
+        return 0 if is_from_lookup else self.draft.count_passes(k)
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
         """Give the lookup the outputs of earlier requests to search.

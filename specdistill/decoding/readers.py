@@ -42,9 +42,9 @@ MIN_CACHE_SIZE = 256
 # How often the check of a graph is run on CUDA. torch runs a new graph eagerly at first, and then
 # records it. Only later passes replay the recording, and such a pass is compared.
 NUM_WARM_UP_PASSES = 3
-# Token ids of the sequence that shows whether a reader computes what the target computes. After the
-# prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
-# is a draft token, which is rejected. NEXT_TOKENS begins with the same root.
+# Token ids of the sequence that shows whether a graph computes what the target computes. After the
+# prompt a pass reads REJECTED_TOKENS: the root, which is kept, and a draft token, which is not.
+# NEXT_TOKENS has the same root, and the token that replaces the rejected one.
 PROMPT = [1, 2, 3]
 REJECTED_TOKENS = [4, 5]
 NEXT_TOKENS = [4, 6]
@@ -224,12 +224,13 @@ class CompiledTarget:
         """
         (row_ids,) = token_ids
         assert not any(trees) and len(row_ids) <= self.num_tokens, (trees, row_ids)
-        # The length is passed as a tensor: for each plain number, a graph would be compiled anew.
         padded_ids = [*row_ids, *[0] * (self.num_tokens - len(row_ids))]
         device = self.target.device
         ids_1T = torch.tensor([padded_ids], device=device)
-        length = torch.tensor(self._num_held, device=device)
-        logits, aux, last_hidden = self._graph(ids_1T, length)
+        # The graph takes the number of cached tokens as a tensor. For each int, torch would compile
+        # another graph.
+        num_held = torch.tensor(self._num_held, device=device)
+        logits, aux, last_hidden = self._graph(ids_1T, num_held)
         return logits[:, : len(row_ids)], Features(aux, last_hidden).first(len(row_ids))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -275,26 +276,25 @@ class CompiledTarget:
     def _check(self) -> None:
         """Compile the graph, and check that it computes the same hidden states as the target.
 
-        A short sequence with a rejected draft token and with padding is read by the graph, and once
-        more by an ordinary pass.
+        The graph reads a short sequence, with a rejected draft token and with padding. An ordinary
+        pass over the same sequence must give the same hidden state.
 
         Raises:
             UserError: if the graph cannot be compiled, or gives other hidden states.
         """
         target = self.target
 
-        # 1. Read PROMPT.
-        # 2. Read REJECTED_TOKENS, a root and a draft token, and keep only the root. In plain
-        #    decoding a pass has a single token (`num_tokens` is 1), so the root is read alone.
-        # 3. Read the second token of NEXT_TOKENS. Its first token is the same root as that of
-        #    REJECTED_TOKENS, which step 2 has read and kept.
+        # Read the prompt, and then the root with a draft token. Reject the draft token, and read
+        # the next token in its place. (In plain decoding, `num_tokens` is 1, and there is no draft
+        # token.)
         # On CUDA all this is repeated, so that the compared pass replays the recorded graph.
+        root, next_token = NEXT_TOKENS
         try:
             for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):
                 self.begin([PROMPT])
-                self.read([REJECTED_TOKENS[: self.num_tokens]])
-                self.keep([[]])
-                _, features = self.read([NEXT_TOKENS[1:]])
+                self.read([REJECTED_TOKENS[: self.num_tokens]])  # the root and the draft token
+                self.keep([[]])  # keeps the root, and no draft token
+                _, features = self.read([[next_token]])
         except torch.OutOfMemoryError:  # says nothing about the model class
             raise
         except CLASS_ERRORS as error:
@@ -309,8 +309,8 @@ class CompiledTarget:
                 expected="false for this target, or on this machine",
             ) from error
 
-        # The same tokens in one ordinary pass must give the same hidden state after the last token.
-        _, expected = CachedTarget(target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
+        # Compare the hidden state after the last token with that of one ordinary pass.
+        _, expected = CachedTarget(target, ()).begin([[*PROMPT, root, next_token]])
         if not reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:]):
             raise UserError(
                 KEY,

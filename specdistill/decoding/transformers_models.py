@@ -32,8 +32,10 @@ PROBE_TREE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
 def get_layer_kinds(config: Any) -> set[str]:
     """Return which kinds of attention layers a model has, such as "full_attention".
 
-    A model whose config has no `layer_types` has only one kind of layer. This kind is returned as
-    "sliding_attention", which means full attention if the config states no size of a window.
+    If the config does not list the kinds (`layer_types`), all layers are of one kind. They have a
+    sliding window if the config has a `sliding_window`, and full attention if it has none. In both
+    cases the kind is called "sliding_attention". `build_attention_masks` reads the window, if any,
+    from the config.
 
     Args:
         config: the config of the text model.

@@ -103,22 +103,20 @@ class TreePass:
 
     @classmethod
     def begin_at_root(cls, num_text: Sequence[int], device: torch.device) -> "TreePass":
-        """Return a pass without nodes, whose `add_level` returns the pass over the first level.
+        """Return the start of a tree that has only its root; grow it with `add_level`.
 
         Args:
             num_text: the number of tokens in the KV cache of each sequence. The root is the last of
                 them, so it counts as text here.
             device: the model's device.
         """
-        # `ancestors_BTF` has a row for each node of the last level, and a column for each tree node
-        # in the KV cache. The root is the parent of the first level, so it has a row, with index 0
-        # (T = 1). But it is in the cache as text, which every node sees, so it has no column
-        # (F = 0).
-        return cls(
-            num_text,
-            torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
-            [()] * len(num_text),
-        )
+        # `ancestors_BTF` has one row per node of the last level. So far that is the root: T = 1. It
+        # has one column per tree node in the KV cache. There is none yet, because the root is in
+        # the cache as text, which every node sees: F = 0.
+        num_rows = len(num_text)
+        ancestors_BTF = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
+        no_positions: list[tuple[int, ...]] = [()] * num_rows  # of tree nodes, for each row
+        return cls(num_text, ancestors_BTF, no_positions)
 
     @classmethod
     def cover_trees(

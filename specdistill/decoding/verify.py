@@ -142,9 +142,10 @@ def verify_sampled_tree(
 ) -> tuple[list[int], int]:
     """Decide which path of a draft tree is accepted; the output has the target's distribution.
 
-    Certain draft tokens are accepted where the target draws the same token itself. Draft tokens
-    that were drawn are tested by recursive rejection (SpecInfer, arXiv 2305.09781). The module's
-    docstring explains why both are exact.
+    There are two rules. If the draft chose its tokens without randomness, each is *certain* (it has
+    draft probability 1). It is accepted if the target draws the same token itself. If the draft
+    drew its tokens, they are tested by recursive rejection (SpecInfer, arXiv 2305.09781). The
+    module's docstring explains why both rules are exact.
 
     Args:
         tokens: the draft tokens of the N nodes.
@@ -152,15 +153,16 @@ def verify_sampled_tree(
         target_probs_NV: the target's distributions [N + 1, V] after the root (row 0) and after each
             node i (row i + 1).
         draft_probs_NV: the draft's distributions [N, V]. Siblings share one, from which they were
-            drawn without replacement. None if all draft tokens are certain.
-        uniforms_N: random numbers [N + 1] in [0, 1). If draft tokens are certain: one for a draw
-            from each of the target's distributions. Otherwise: one for the test of each node, and
-            the last to draw the next token.
+            drawn without replacement. None: all draft tokens are certain.
+        uniforms_N: random numbers [N + 1] in [0, 1). If the draft tokens are certain: one for a
+            draw from each of the target's distributions. Otherwise: one for the test of each node,
+            and the last to draw the next token.
 
     Returns:
         The node indices of the accepted path, and the next token.
     """
-    # Certain tokens: the target draws a token after every node, and the path follows its draws.
+    # The draft tokens are certain: the target draws a token after every node, and the accepted path
+    # follows its draws.
     if draft_probs_NV is None:
         choices = draw_tokens(target_probs_NV, uniforms_N).tolist()
         return follow_target_choices(tokens, tree, choices)

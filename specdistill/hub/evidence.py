@@ -186,13 +186,13 @@ def _judge_again(
         refusals = []
     except UserError as error:
         # The two reports measured different things, so rules about regressions cannot be decided.
-        # Judge twice in this case. The report to publish has all rules, those about regressions
-        # without a value, and its section `baseline` says why there are no changes. The other
-        # report leaves these rules out and is only read for refusals below, because one refusal for
-        # all of these rules is enough.
+        # The published report has these rules without a value. Its section `baseline` says why.
         assert last is not None
         changes = build_changes(measured, last)
         published_report = {**judge(rules, measured), "baseline": changes}
+
+        # One refusal is enough for all rules about regressions. So judge once more without them:
+        # the loop below then adds refusals for the other rules only.
         other_rules = [rule for rule in rules if rule.requirement != "max_regression"]
         report_for_refusals = judge(other_rules, measured)
         refusals = [f"not compared: {error}"]

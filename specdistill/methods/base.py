@@ -248,8 +248,8 @@ class Method(ABC, Generic[RecipeT, DraftT]):
             **options: the method's own options, as `Recipe.list_proposer_options` returns them.
 
         Returns:
-            The shape that decoding would read, for a draft of method eagle, eagle3, dflash or
-            dspark; None for drafts of other methods.
+            The sizes and settings of the draft's layers, as its config.json states them, for
+            methods eagle, eagle3, dflash and dspark; None for other methods.
 
         Raises:
             UserError: for a draft that is broken or does not fit the target.

@@ -261,35 +261,40 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
 def _compare_rope(
     model_config: RawConfig, shape: HeadShape | None, target: TargetFiles
 ) -> Iterator[Finding]:
-    """Yield a warning for each rotary setting of a head or layer that differs from the target's.
+    """Yield a warning for each rotary setting of a draft that differs from the target's.
 
-    Heads and layers are usually trained with the target's rotary embedding. A draft model has its
-    own, which is just as good, so it is not compared.
+    A draft that reads hidden states of the target is usually trained with the target's rotary
+    embedding. (A draft model has its own, which is just as good. The caller leaves it out.)
+
+    Args:
+        model_config: the keys of the draft's config.json that describe its layers.
+        shape: the shape of a head; None for other drafts.
+        target: the target's files.
     """
-    # Read the rotary settings of the draft: from the shape of a head, else from config.json. An
-    # entry is one rotary embedding; config.json may have one for each kind of layer (full and
-    # sliding attention). A config.json without any has nothing to compare.
+    # Read the draft's rotary embeddings: from the shape of a head, else from config.json. There
+    # may be several, one for each kind of layer (full and sliding attention), or none.
     if isinstance(shape, HeadShape):
-        entries = [normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))]
+        draft_ropes = [
+            normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))
+        ]
     else:
         has_rope = model_config.get("rope_parameters") or model_config.get(THETA)
-        entries = read_entries(model_config) if has_rope else []
+        draft_ropes = read_entries(model_config) if has_rope else []
 
-    # Read the entries of the target. A fresh head gets one of them, changed by `choose_entry` so
-    # that all dimensions are rotated. The changed entry may differ from all of the target's, so it
-    # is allowed too.
+    # List the rotary embeddings that the draft may have. Those of the target are allowed. A head
+    # may also have the one that `choose_entry` makes for new heads. It always rotates all
+    # dimensions. If the target's layers rotate only some, it may not be among the target's.
+    allowed_ropes = read_entries(target.text_config)
     parameters = target.text_config.get("rope_parameters")
-    expected = read_entries(target.text_config)
     if isinstance(shape, HeadShape) and parameters:
-        expected.append(normalize(choose_entry(parameters), target.text_config))
+        allowed_ropes.append(normalize(choose_entry(parameters), target.text_config))
 
-    # A target may have one rotary embedding for each kind of layer, and a head may use any of them.
-    # So compare the draft's embedding with the one that differs from it in the fewest settings.
-    for entry in entries:
-        closest = min(expected, key=lambda candidate: len(find_differing_names(entry, candidate)))
-        for name in find_differing_names(entry, closest):
+    # Compare each with the allowed one that differs from it in the fewest settings.
+    for rope in draft_ropes:
+        closest = min(allowed_ropes, key=lambda allowed: len(find_differing_names(rope, allowed)))
+        for name in find_differing_names(rope, closest):
             what = (
-                f"the draft's rotary embedding ({name}) is {entry.get(name)}, the target's"
+                f"the draft's rotary embedding ({name}) is {rope.get(name)}, the target's"
                 f" {closest.get(name)}"
             )
             # A target that states no base uses the default of its class.

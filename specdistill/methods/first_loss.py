@@ -55,8 +55,8 @@ def check_first_loss(
 ) -> None:
     """Measure a draft's loss before training, and make it smaller if a fresh draft's is too high.
 
-    To make the loss smaller, the output of the fresh draft is scaled down. An even guess among the
-    draft's W tokens has the loss ln W. A loss that stays above ln W is logged as a warning.
+    To make the loss smaller, the output of the fresh draft is scaled down. A warning is logged if
+    the loss stays above that of guessing evenly among all tokens that the draft can propose.
 
     Args:
         objective: the module that holds the draft and computes its loss. Its divergence is changed
@@ -68,11 +68,12 @@ def check_first_loss(
     # An even guess among the draft's W tokens has the loss ln W.
     target_ids = getattr(objective.draft, "target_ids_W", None)
     even_loss = math.log(target.vocab_size if target_ids is None else len(target_ids))
-    # A fresh draft uses the target's LM head. If the target's logits are larger than those of
-    # ordinary targets, so are the draft's, and it is far too sure of its guesses. Such a draft is
-    # scaled down at a lower loss.
+
+    # Choose the highest loss at which a fresh draft is left as it is. The draft uses the target's
+    # LM head. If the target's logits are larger than those of ordinary targets, so are the draft's:
+    # it is far too sure of its guesses. The limit is then lower.
     has_large_logits = _compute_output_scale(target) > ORDINARY_SCALE
-    dtype = getattr(torch, target.dtype)
+    max_loss = even_loss * (MAX_LOSS_LARGE if has_large_logits else MAX_LOSS_ORDINARY)
 
     # ln W says nothing about other divergences, so the loss is measured by forward KL.
     objective.divergence = forward_kl
@@ -80,6 +81,7 @@ def check_first_loss(
     objective.eval()
     # The check must not change the random numbers of the run. It computes in the target's dtype if
     # that has 16 bits.
+    dtype = getattr(torch, target.dtype)
     with (
         torch.random.fork_rng(),
         torch.autocast(target.device.type, dtype, enabled=dtype.itemsize == 2),
@@ -91,8 +93,7 @@ def check_first_loss(
         inputs = {**batch, **objective.read_target(target, batch)}
         loss = _measure(objective, inputs)
 
-        # Scale a fresh draft's output down if its loss is far too high.
-        max_loss = even_loss * (MAX_LOSS_LARGE if has_large_logits else MAX_LOSS_ORDINARY)
+        # Scale a fresh draft's output down if its loss is too high.
         if is_fresh and loss > max_loss:
             loss = _scale_down(objective, inputs, loss, even_loss)
 

@@ -57,8 +57,8 @@ DRAFT_FILES = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> nn.Module:
     """Create the draft that a recipe describes, as it is before its first training step.
 
-    The draft has new weights, or those of the trained draft in `draft.init`. If new weights guess
-    far worse than evenly, their output is scaled down (see `check_first_loss`).
+    The draft has new weights, or those of the trained draft in `draft.init`. The loss of a draft
+    with new weights can be very high at first. Then `check_first_loss` scales its output down.
 
     Args:
         recipe: the recipe.
@@ -73,11 +73,10 @@ def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> 
     """
     method = load_method(recipe.method)
     draft = method.create(recipe, target, rows).float()
-    # The check changes the objective's divergence, so it gets an objective that is used for nothing
-    # else.
-    check_first_loss(
-        method.build_objective(draft, recipe, target), target, rows, is_fresh=recipe.is_fresh
-    )
+    # `check_first_loss` replaces the divergence of the objective that it gets. So this objective is
+    # not used again: training builds its own.
+    throwaway_objective = method.build_objective(draft, recipe, target)
+    check_first_loss(throwaway_objective, target, rows, is_fresh=recipe.is_fresh)
     return draft
 
 

@@ -418,9 +418,9 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
     """Return the keys of `eval:` that only some methods have, to define options of a command.
 
     Args:
-        condition: the condition under which the keys have an effect. It replaces the keys' own
-            conditions, which read keys that not every command has, such as `eval.engine`. None:
-            keep their own conditions.
+        condition: the condition under which the keys have an effect in the command. None: the
+            conditions that they have in a recipe. These need further keys, such as `eval.engine`,
+            so a command without such keys must give a condition of its own.
 
     Returns:
         Type and field of each key by name, as pydantic's `create_model` takes them.

@@ -80,9 +80,13 @@ def read_size(config: PreTrainedConfig, name: str) -> int | None:
 
 
 def read_head_shape(config: PreTrainedConfig) -> ModelShape:
-    """Return the sizes of a target's decoder, which are the defaults for the sizes of a head.
+    """Return the default sizes of a head, which are the sizes of its target's decoder.
 
-    Unlike `read_model_shape`, this works for configs whose sizes differ between layers.
+    A head is a draft that reads hidden states of the target. Unlike `read_model_shape`, this
+    function works for configs whose sizes differ between layers.
+
+    Args:
+        config: the target's text config.
     """
     names = (
         "num_hidden_layers",
@@ -261,23 +265,24 @@ class ModelConfigInfo:
 
         An encoder, for example, is not one.
         """
-        # A model with code of its own says itself which class it is.
+        # A model with code of its own says in `auto_map` that it is a causal language model.
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
-        # An encoder-decoder is none. A model that reads images has one inside.
+        # An encoder-decoder is not a causal language model.
         if self.config.is_encoder_decoder:
             return False
+        # A model that reads images contains a causal language model.
         if reads_images(self.config):
             return True
 
-        # Any other config must be in transformers' list of causal language models, and config.json
-        # must name no class, or one of theirs. With a `text_config` it may name any class: that of
-        # a whole model, of which the language model is a part.
+        # For any other model, transformers must list a causal language model with this type of
+        # config. If config.json also names classes (`architectures`), one of them must be in the
+        # list. But with a `text_config`, config.json may name any class: the language model is
+        # then only a part of the model that the class stands for.
+        listed_classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         class_names = set(self.raw.get("architectures") or [])
         has_fitting_class = (
-            not class_names
-            or "text_config" in self.raw
-            or bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+            not class_names or "text_config" in self.raw or bool(class_names & listed_classes)
         )
         return has_fitting_class and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -366,23 +371,25 @@ class ModelConfigInfo:
         """The average number of bytes of a quantized weight, its share of the scales included.
 
         This is an estimate: (stored bytes - bytes of all unquantized weights) / number of quantized
-        weights. The stored bytes include any multi-token-prediction (MTP) layers, which
-        transformers' model lacks. Each MTP layer is assumed to have as many quantized weights as
-        the model's last layer, and no others. Without quantized weights, or if the stored bytes are
-        unknown, the result is the size of an unquantized weight.
+        weights. Without quantized weights, or if the stored bytes are unknown, the result is the
+        size of an unquantized weight.
         """
-        if not self.converted or self.stored_bytes is None:
+        quantized_names = self.converted
+        if not quantized_names or self.stored_bytes is None:
             return self.itemsize()
 
-        # Count the unquantized and the quantized weights (`converted`). The quantized weights of
-        # the last layer are counted once more for each MTP layer.
+        # Count the weights of `model`.
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        num_unquantized = sum(size for name, size in sizes.items() if name not in quantized_names)
+        num_quantized = sum(sizes[name] for name in quantized_names)
+
+        # The checkpoint may also have multi-token-prediction (MTP) layers, which `model` lacks.
+        # Assume that each of them has as many quantized weights as the last layer of `model`, and
+        # no unquantized weights.
         last_layer = f".layers.{self.text.num_hidden_layers - 1}."
         num_mtp_layers = self.native_mtp[1] if self.native_mtp else 0
-        num_unquantized = sum(size for name, size in sizes.items() if name not in self.converted)
-        num_quantized = sum(
-            sizes[name] * (1 + num_mtp_layers if last_layer in name else 1)
-            for name in self.converted
+        num_quantized += num_mtp_layers * sum(
+            sizes[name] for name in quantized_names if last_layer in name
         )
 
         # The stored bytes that are left belong to quantized weights. The estimate may come out
@@ -396,10 +403,14 @@ class ModelConfigInfo:
         Args:
             dtype: the dtype of the weights that are not quantized. None means the checkpoint's.
         """
-        return lambda name, parameter: (
-            parameter.numel()
-            * (self.converted_itemsize if name in self.converted else self.itemsize(dtype))
-        )
+
+        def count_bytes(name: str, parameter: nn.Parameter) -> float:
+            # `converted` holds the names of the quantized parameters.
+            is_quantized = name in self.converted
+            itemsize = self.converted_itemsize if is_quantized else self.itemsize(dtype)
+            return parameter.numel() * itemsize
+
+        return count_bytes
 
     @cached_property
     def tiny_random(self) -> FrozenTarget | None:

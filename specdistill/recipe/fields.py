@@ -63,22 +63,22 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _select_keys_of_variants(cls, values: object) -> object:
-        """Write into the values which variant each inner section is, before pydantic checks them.
+    def _add_variant_choices(cls, values: object) -> object:
+        """Add the choice of a variant to the inner sections, before pydantic checks the values.
 
-        A section has several variants (classes with different keys) if one of its keys decides
-        which other keys there are. With the choice in the values, pydantic checks them against one
-        variant only. Without it, pydantic would report each unknown key once for every variant.
+        A section has several variants (classes with different keys) if the values of some keys
+        decide which other keys there are. If one key decides, the discriminator, pydantic needs its
+        value to check the section against one variant only. A recipe may leave it to the default.
         """
         # Anything but a mapping is left to pydantic, which reports it.
         if not isinstance(values, Mapping):
             return values
-        selected = dict(values)
+        completed = dict(values)
         for name, field in cls.model_fields.items():
-            keys = values.get(name)
-            if field.discriminator and isinstance(keys, Mapping):
-                selected[name] = _add_variant_choice(field, keys)
-        return selected
+            inner_values = values.get(name)
+            if field.discriminator and isinstance(inner_values, Mapping):
+                completed[name] = _add_variant_choice(field, inner_values)
+        return completed
 
 
 @dataclass(frozen=True)
@@ -306,13 +306,13 @@ def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
 def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a section with the choice of its variant, for pydantic to check.
 
-    The record of a run lists the keys of all variants, and must be accepted again, also with
-    another variant. So two kinds of values are left out:
+    Variants are classes with different keys. The record of a run lists the keys of all variants,
+    and must be accepted again, also with another variant. So two kinds of keys are left out:
 
-    - a key that only other variants have, if it is at its default. Any other value stays, and
-      pydantic reports the key as unknown;
-    - a null for a key that this variant requires and others lack. For example, the record of a run
-      with hidden_states.mode=online has `path: null`. With mode=offline, pydantic then reports
+    - a key of other variants only, if it has its default. With any other value it stays, and
+      pydantic reports it as unknown;
+    - a key that this variant requires and others lack, if it is null. For example, the record of a
+      run with hidden_states.mode=online has `path: null`. With mode=offline, pydantic then reports
       `path` as missing.
 
     Args:
@@ -324,25 +324,22 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
         return dict(values)  # pydantic's error names the possible choices
 
     # Write the choice into the values: the section may have left it to the default.
-    selected = {}
+    completed = {}
     if isinstance(field.discriminator, str):
-        selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
+        completed[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
-    # Keep three kinds of keys:
-    # - the optional keys of this variant;
-    # - keys that no variant has, which pydantic reports as unknown;
-    # - all other keys, if they differ from their defaults. These are keys of other variants, and
-    #   required keys of this one. `find_default_in` returns None as the default of a required key
-    #   that other variants lack.
+    # Leave out the two kinds of keys that the docstring names. For both, `find_default_in` returns
+    # the value to leave out: None for a required key that other variants lack.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields
     for name, value in values.items():
-        is_own_optional_key = name in own_keys and not own_keys[name].is_required()
-        is_unknown = name not in keys
-        if is_own_optional_key or is_unknown or value != find_default_in(variants, name):
-            selected[name] = value
-    return selected
+        is_only_in_others = name in keys and name not in own_keys
+        is_required = name in own_keys and own_keys[name].is_required()
+        may_leave_out = is_only_in_others or is_required
+        if not (may_leave_out and value == find_default_in(variants, name)):
+            completed[name] = value
+    return completed
 
 
 def list_every_key(section: Section) -> dict[str, object]:
@@ -432,11 +429,13 @@ def list_leaves(variants: Sequence[type[Section]], prefix: str = "") -> Iterator
 def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
     """Return a key's type in words; if it differs between variants, all types joined with `|`.
 
-    "or null" is added if the variants that have the key require it, and other variants lack it.
+    A recipe may set a key to null if its variant of the section lacks the key. So "or null" is
+    added to the type of a key that some variants require and others lack.
     """
     fields = [variant.model_fields[name] for variant in variants if name in variant.model_fields]
     kinds = dict.fromkeys(describe_kind(field) for field in fields)
-    or_null = " or null" if fields[0].is_required() and len(fields) < len(variants) else ""
+    is_in_all = len(fields) == len(variants)
+    or_null = " or null" if fields[0].is_required() and not is_in_all else ""
     return "|".join(kinds) + or_null
 
 

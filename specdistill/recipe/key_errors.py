@@ -240,9 +240,9 @@ def _make_other_variant_error(
     variants = _find_variants(schema, section_place)
     owner = next(variant for variant in variants if name in variant.model_fields)
 
-    # If the value of one key (the discriminator) chooses the variant, the error suggests this
-    # value. Otherwise a function chooses the variant. The error then only has the condition below,
-    # which follows the words "only used".
+    # A variant may be chosen by one key, the discriminator. The error then suggests the value of
+    # this key that chooses `owner`. Other variants are chosen by a function of several keys, so
+    # there is no single key to suggest.
     discriminator = _find_field(schema, section_place).discriminator
     alternative = ""
     if isinstance(discriminator, str):

@@ -433,8 +433,8 @@ class HybridStates(StoredStates):
     def runs_layers(self) -> bool:
         """Whether training may have to run the target's layers.
 
-        It need not if servers compute the hidden states, and `max_bytes` does not limit the store,
-        so that the hidden states of all rows are in it.
+        It runs them to fill the store if no servers do that, and in the steps of training for rows
+        that do not fit into a store with `max_bytes`.
         """
         return not self.server or self.max_bytes is not None
 
@@ -572,12 +572,12 @@ class LookupFirstConfig(Section):
                 expected="at most K, the number of tokens that a lookup drafts",
             )
 
-        # Check the engine with the smallest K that is measured. The settings of some commands have
-        # no engine and no sweep over K. These commands decode with specdistill's own decoder, and
-        # with this K only.
-        self.check_engine(
-            key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)
-        )
+        # Check the engine. An engine may require a K of at least `max` tokens, so check with the
+        # smallest K that is measured. Some commands have no key for an engine, and measure one K
+        # only. They decode with specdistill's own decoder.
+        engine = getattr(settings, "engine", "specdistill")
+        smallest_k = getattr(settings, "smallest_k", k)
+        self.check_engine(key, engine, smallest_k)
         if self.draft_tree and settings.compile:
             raise UserError(
                 f"{settings.SECTION}compile",

@@ -77,14 +77,18 @@ def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
 def _expand_short_key(key: str, shorthands: Mapping[str, str]) -> str:
     """Return the full key that a short key stands for; any other key is returned unchanged.
 
-    With `shorthands={"suite": "eval.suite"}`, for example, `suite` becomes `eval.suite`.
+    With `shorthands={"suite": "eval.suite"}`, for example, `suite` becomes `eval.suite`. With
+    `shorthands={"eval.*": "*"}`, every key that begins with `eval.` loses this prefix, so that
+    `eval.suite` becomes `suite`.
     """
-    # A short key that ends with `*` stands for all keys that begin like it. It may even be longer
-    # than the full key: `specdistill compare`, which has a key `suite`, also accepts `eval.suite`
-    # for it, by `shorthands={"eval.*": "*"}`.
     for short_key, full_key in shorthands.items():
-        if key == short_key or (short_key.endswith("*") and key.startswith(short_key[:-1])):
-            return full_key.removesuffix("*") + key.removeprefix(short_key.removesuffix("*"))
+        if key == short_key:
+            return full_key
+
+        # A short key that ends with `*` stands for all keys with the same prefix.
+        prefix = short_key.removesuffix("*")
+        if short_key.endswith("*") and key.startswith(prefix):
+            return full_key.removesuffix("*") + key.removeprefix(prefix)
     return key
 
 

@@ -111,7 +111,9 @@ def export(
         num_speculative_tokens or measured_k, read_measured_lookup(settings)
     )
     lengths = () if num_speculative_tokens else draft_lengths(measured)
-    drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or num_tokens)
+    served_fields = list_measured_fields(
+        measured, target, lengths, num_speculative_tokens or num_tokens
+    )
 
     # Write the folder. If anything fails, the merged target is removed, too. llama.cpp loads a GGUF
     # target as it is. But a head is converted with the target's vocabulary, and so with a copy of
@@ -120,9 +122,11 @@ def export(
     reads_gguf = engine_facts.name == "gguf" and METHODS[method].standalone
     with ExitStack() as cleanup, create_folder(output_dir) as folder:
         target = _prepare_target(
-            target, output_dir, drafting, cleanup, merges=merges, reads_gguf=reads_gguf
+            target, output_dir, served_fields, cleanup, merges=merges, reads_gguf=reads_gguf
         )
-        load_method(method).export(draft, engine, layout, folder, target, drafting["num_tokens"])
+        load_method(method).export(
+            draft, engine, layout, folder, target, served_fields["num_tokens"]
+        )
         copy_record(draft, folder)
 
         # Collect the facts for the commands, and write SERVE.md.
@@ -136,7 +140,7 @@ def export(
             lookup_first=lookup,
             chat_template=str(output_dir / TEMPLATE) if (folder / TEMPLATE).is_file() else None,
             gguf=str(gguf_file) if gguf_file else None,
-            **drafting,
+            **served_fields,
         )
         model_type = target.text_config.get("model_type") if target else None
         head_engines = describe_head_engines(method, model_type) if target else ""
@@ -181,16 +185,18 @@ def export_lookup(
     lookup_settings = _read_lookup_settings(method, settings)
     lengths = () if num_speculative_tokens else draft_lengths(measured)
     measured_k = settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)
-    drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or measured_k)
-    drafting["lengths"] = ()  # An engine's lookup has one K, whatever the load.
-    _check_lookup_length(engine_facts, lookup_settings, drafting["num_tokens"])
+    served_fields = list_measured_fields(
+        measured, target, lengths, num_speculative_tokens or measured_k
+    )
+    served_fields["lengths"] = ()  # An engine's lookup has one K, whatever the load.
+    _check_lookup_length(engine_facts, lookup_settings, served_fields["num_tokens"])
 
     # Write SERVE.md. If anything fails, the merged target is removed, too. There is no draft, so
     # the model that the engine loads (`output`) is the target.
     reads_gguf = engine_facts.name == "gguf"
     gguf_file = target.gguf if target and not target.adapter else None
     with ExitStack() as cleanup, create_folder(output_dir) as folder:
-        target = _prepare_target(target, output_dir, drafting, cleanup, reads_gguf=reads_gguf)
+        target = _prepare_target(target, output_dir, served_fields, cleanup, reads_gguf=reads_gguf)
         served = Served(
             method=method,
             output=Path(target.name if target else "TARGET"),
@@ -199,7 +205,7 @@ def export_lookup(
             serving=serving,
             in_target=True,
             gguf=str(gguf_file) if gguf_file else None,
-            **drafting,
+            **served_fields,
         )
         note = _compare_lookup_rules(engine, lookup_settings) if measured else ""
         text = serve_md(engine_facts, served, measured, lengths, note=note)
@@ -304,19 +310,23 @@ def _compare_lookup_rules(engine: str, lookup_settings: Mapping[str, Any]) -> st
 def _prepare_target(
     target: TargetFiles | None,
     output_dir: Path,
-    drafting: dict[str, Any],
+    served_fields: dict[str, Any],
     cleanup: ExitStack,
     *,
     merges: bool = True,
     reads_gguf: bool,
 ) -> TargetFiles | None:
-    """Return the target as an engine loads it: with its adapter merged, or as a copy of its GGUF.
+    """Return the target in a form that an engine loads.
+
+    A target with an adapter becomes a new folder with the adapter merged into the weights. A GGUF
+    file that the engine cannot load becomes a copy in safetensors. Any other target is returned as
+    it is.
 
     Args:
         target: the target; None if it is not known.
         output_dir: the folder of the export. A merged target is written to `<output_dir>-target`.
-        drafting: the fields of `Served` so far. `revision` becomes None in it if the target is
-            replaced by a new folder, which has no revision.
+        served_fields: fields of `Served`, from which the engine's command is built. `revision`
+            is set to None if the target is replaced by a new folder, which has no revision.
         cleanup: gets a callback that removes the merged target if the export fails. After a
             successful export the target is needed: the commands in SERVE.md serve it.
         merges: whether to merge an adapter.
@@ -324,15 +334,15 @@ def _prepare_target(
     """
     if target is None:
         return None
-    dtype = drafting.get("dtype", Served.dtype)
+    dtype = served_fields.get("dtype", Served.dtype)
     if target.adapter and merges:
         merged_folder = output_dir.with_name(f"{output_dir.name}-target")
         target = merge_target_adapter(target, merged_folder, dtype)
         cleanup.callback(shutil.rmtree, target.name)
-        drafting["revision"] = None
+        served_fields["revision"] = None
     elif target.gguf and not reads_gguf:
         target = load_safetensors_target(target, dtype)
-        drafting["revision"] = None
+        served_fields["revision"] = None
     return target
 
 
@@ -540,15 +550,15 @@ def list_measured_fields(
         report: the draft's report; None if there is none.
         target: the target's files; None if they are not known.
         lengths: the best K (`k`) for each load (`batch_size`, sequences at once); may be empty.
-        num_tokens: the K to use if `lengths` is empty, or has K = 0 for the measured load, which
-            means that plain decoding is the fastest.
+        num_tokens: the K to use if no best K is known (`lengths` is empty), or if the best K of the
+            measured load is 0, because plain decoding is the fastest.
     """
     # Read the dtype of the target's weights from the report.
     config = target.text_config if target else {}
-    report_keys = report or {}
-    settings = report_keys.get("settings", {})
-    engine = report_keys.get("engine", {})
-    dtype = report_keys.get("target", {}).get("dtype")
+    report_sections = report or {}
+    settings = report_sections.get("settings", {})
+    engine = report_sections.get("engine", {})
+    dtype = report_sections.get("target", {}).get("dtype")
     # The dtype of a llama.cpp measurement is a type of GGUF files, which no other engine knows.
     dtype = None if engine.get("name") == "llama.cpp" else dtype
 
@@ -557,7 +567,7 @@ def list_measured_fields(
     # that of the first row of the results.
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
     k_by_load = {length.batch_size: length.k for length in lengths}
-    best_k = k_by_load[report_keys["results"][0]["batch_size"]] if k_by_load else None
+    best_k = k_by_load[report_sections["results"][0]["batch_size"]] if k_by_load else None
 
     # Collect the fields. A table of K by load is needed only if K differs between loads.
     changes_with_load = len(set(k_by_load.values())) > 1

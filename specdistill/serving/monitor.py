@@ -100,13 +100,15 @@ def summarize_acceptance(
         ResourceError: for counters that are missing or fall, and for more accepted than drafted
             tokens.
     """
-    # Count what was drafted over the whole time. Rounded counters may be off by a little, and the
-    # largest counter is off most. This is the second one in `drafting`, which counts tokens.
+    # Count what was drafted and accepted over the whole time.
     row = client.compute_drafted(pages[0], pages[-1])
     num_drafts = row["num_drafts"]
     drafted = row["num_draft_tokens"]
     accepted = row["num_accepted_tokens"]
-    rounding_error = _estimate_blur(client, pages[-1], name=client.drafting[1])
+
+    # No more tokens can be accepted than were drafted. But the page may round its counters, so
+    # allow for the rounding error of the largest one, the count of tokens (`drafting[1]`).
+    rounding_error = _estimate_rounding_error(client, pages[-1], name=client.drafting[1])
     if not 0 <= accepted <= drafted + rounding_error:
         raise ResourceError(
             f"the server's counters cannot be right: {accepted} of only {drafted} draft tokens"
@@ -160,26 +162,25 @@ def summarize_acceptance(
     return {**row, "verdict": verdict, "reason": reason}
 
 
-def _estimate_blur(client: Client, page: Counters, name: str) -> float:
+def _estimate_rounding_error(client: Client, page: Counters, name: str) -> float:
     """Return by how much the growth of a counter may be wrong because its value is rounded.
 
-    This is the value of the last printed digit, for example 10 for 1.23457e+06. It is 0 for a
-    counter that is printed with all digits.
+    This is the unit of the last digit that the page prints. In 1.23457e+06 the last digit counts
+    tens, so the unit is 10. The error is 0 for a counter that is printed with all its digits.
 
     Args:
-        client: the client of the engine. `client.rounding` is the largest rounding error as a share
+        client: the client of the engine. `client.rounding` is the largest possible unit as a share
             of the value: 1e-5 for six digits, 0 for all digits.
         page: a reading of the counters, as name -> value.
         name: the name of the counter.
     """
-    # Counts are whole numbers, so a value is exact if its last printed digit stands for 1 or less.
-    largest_error = client.rounding * page[name]
-    if largest_error < 10:
+    # The unit is the largest power of ten up to `max_unit`. For 1.23457e+06 `max_unit` is 12.3, and
+    # the unit is 10. Below 10, the unit is 1 or less, so the value is exact: counts are whole
+    # numbers.
+    max_unit = client.rounding * page[name]
+    if max_unit < 10:
         return 0
-
-    # Otherwise the last digit stands for the largest power of ten up to `largest_error`. For
-    # 1.23457e+06 that is 10, the largest power of ten up to 1e-5 * 1,234,570 = 12.3.
-    unit: float = 10 ** math.floor(math.log10(largest_error))
+    unit: float = 10 ** math.floor(math.log10(max_unit))
     return unit
 
 
@@ -188,22 +189,25 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
 
     Args:
         client: the client of the engine.
-        pages: the readings of the counters, at the ends of equal parts of the time.
+        pages: the readings of the server's counters, at equal intervals of time.
         seconds: the time between the first reading and the last.
 
     Returns:
         The reason, with the advice to watch the server for longer; empty if the counters are
         precise enough.
     """
-    # In a part, the rounding error of a counter may be at most the share MAX_BLUR of the counter's
-    # growth. So the growth over all parts must be at least `needed_growth`. Find by which factor to
-    # watch longer, so that this holds for the counters of drafts and of draft tokens. For a counter
-    # that did not grow at all, no factor is known to be enough.
-    num_parts = len(pages) - 1
+    # Check the counters of drafts and of tokens, which are the first two in `drafting`. In each
+    # interval a counter should on average grow by its rounding error / MAX_BLUR or more. If it grew
+    # by less, find by which factor to watch longer. For a counter that did not grow at all, no
+    # factor is known to be enough.
+    first_page = pages[0]
+    last_page = pages[-1]
+    num_intervals = len(pages) - 1
     needed_factor = 0.0
     for name in client.drafting[:2]:
-        growth = pages[-1][name] - pages[0].get(name, 0.0)
-        needed_growth = num_parts * _estimate_blur(client, pages[-1], name) / MAX_BLUR
+        growth = last_page[name] - first_page.get(name, 0.0)
+        rounding_error = _estimate_rounding_error(client, last_page, name)
+        needed_growth = num_intervals * rounding_error / MAX_BLUR
         if growth:
             needed_factor = max(needed_factor, needed_growth / growth)
         elif needed_growth:
@@ -239,13 +243,14 @@ def _explain_missing_interval(
     if num_parts < 2:
         return "no interval: something was drafted in one part of the time only"
 
-    # An engine without a histogram of durations (`latency`) counts a request only when the request
-    # ends. So each request is counted in one part, however long it takes.
+    # If an engine counts the drafts of a request only when the request ends, all of them are in one
+    # part, however long the request takes. For such an engine `latency` is empty.
     if not client.latency:
         return ""
 
-    # In other engines a long request is counted in several parts, which are then not independent.
-    # So the mean duration of a request may be at most the share MAX_BLUR_SHARE of a part.
+    # Other engines count drafts while a request runs, so those of a long request are in several
+    # parts, which are then not independent. So the mean duration of a request must be below the
+    # share MAX_BLUR_SHARE of a part. `latency` names the engine's histogram of durations.
     sum_name = f"{client.latency}_sum"
     count_name = f"{client.latency}_count"
     request_seconds = pages[-1].get(sum_name, 0.0) - pages[0].get(sum_name, 0.0)

@@ -66,14 +66,15 @@ def register() -> None:
     check_version(vllm.__version__)
 
     # Replace the constructor of vLLM's workers, the objects that run the model. The constructor
-    # receives vLLM's configuration, which must be checked before the lookup is installed.
+    # receives vLLM's configuration, which is checked before the lookup is put in front of the
+    # draft.
     original_init = WorkerBase.__init__
 
     @wraps(original_init)
     def init_with_lookup(
         worker: WorkerBase, vllm_config: "VllmConfig", *arguments: object, **options: object
     ) -> None:
-        """Check vLLM's options, install the lookup, and create the worker as usual."""
+        """Check vLLM's options, put the lookup in front of the draft, and create the worker."""
         check_vllm(vllm_config, config)
         put_in_front(config)
         original_init(worker, vllm_config, *arguments, **options)
@@ -183,11 +184,15 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
 
 @cache
 def put_in_front(config: LookupFirstConfig) -> None:
-    """Install the lookup in this process of vLLM, and print to its log that it is installed.
+    """Make vLLM propose looked-up tokens in place of the draft's, and print a line to its log.
 
-    A measurement looks for this line in the log, to be sure that the server uses the lookup.
-    The decorator `cache` makes sure that vLLM's method is wrapped only once, however many workers
-    are created.
+    A lookup searches the text so far for an earlier occurrence of its last tokens, and proposes the
+    tokens that followed there. Where it finds none, vLLM proposes the draft's tokens, as always
+    (see `wrap_propose`).
+
+    A measurement searches vLLM's log for the line, to be sure that the server uses the lookup.
+    vLLM's workers call this function when they are created. `cache` lets only the first call in a
+    process act, so vLLM's method is never wrapped twice.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

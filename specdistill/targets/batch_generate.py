@@ -182,7 +182,8 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
         dtype: the dtype of the weights. If the model's weights have another one, a copy is made.
 
     Yields:
-        The model or its copy, which reads keys and values by groups of query heads.
+        The model or its copy. If its attention was `sdpa`, it now is `attend_by_group`, which
+        reads keys and values only once for all query heads that share them.
     """
     # Copy the model in the wanted dtype, unless its weights are quantized or sharded.
     attention = model.config._attn_implementation
@@ -197,8 +198,8 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
         }
         model = copy.deepcopy(model, rounded)
 
-    # Choose the attention that reads keys and values by groups of query heads. The hook gives the
-    # LM head contiguous hidden states (see `copy_contiguous`).
+    # GROUPED_ATTENTION is the name of `attend_by_group`. The hook gives the LM head contiguous
+    # hidden states (see `copy_contiguous`).
     model.eval()
     if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
@@ -207,7 +208,8 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
         with (
             # Keys and values grow, so torch.compile would compile a new graph for each length.
             torch.compiler.set_stance("force_eager"),
-            # For large vocabularies, the memory of freed logits returns to the system at once.
+            # The logits of a large vocabulary take much memory, which the C library may keep when
+            # they are freed. This makes it return the memory to the system at once.
             map_large_tensors(model.config.get_text_config(decoder=True).vocab_size),
         ):
             yield model
@@ -252,9 +254,10 @@ class BatchPlan:
 def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes: int) -> BatchPlan:
     """Plan a batch of at most `batch_size` rows that fits the free memory.
 
-    A batch may be generated in several parts. If memory is short, fewer parts are generated at a
-    time, which changes no token. Only if not even one part fits, the number of rows is halved until
-    one does, which changes what is sampled.
+    On a CPU, the rows of a batch are divided into parts. Several parts are generated at a time. If
+    memory is short, fewer parts are generated at a time. This changes no token. If not even one
+    part fits, the batch gets fewer rows: their number is halved until one part fits. This changes
+    what is sampled.
 
     Args:
         batch_size: the most rows.
@@ -262,12 +265,18 @@ def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes
         row_bytes: bytes that one row takes.
         free_bytes: bytes of free memory.
     """
-    # Halve the rows until one part fits, and then generate as many parts at a time as fit.
-    most_rows = max(1, int(MEMORY_SHARE * free_bytes) // row_bytes)
+    fitting_rows = max(1, int(MEMORY_SHARE * free_bytes) // row_bytes)
+
+    # Halve the rows of the batch until one part fits. Half the rows may be split into half the
+    # parts, which are then no smaller. In this case the rows are halved again.
     num_rows = batch_size
-    while num_rows > 1 and choose_part_rows(num_rows, device) > most_rows:
+    part_rows = choose_part_rows(num_rows, device)
+    while num_rows > 1 and part_rows > fitting_rows:
         num_rows //= 2
-    num_parallel = max(1, most_rows // choose_part_rows(num_rows, device))
+        part_rows = choose_part_rows(num_rows, device)
+
+    # Generate as many parts at a time as fit.
+    num_parallel = max(1, fitting_rows // part_rows)
     return BatchPlan(num_rows, num_parallel)
 
 
@@ -382,17 +391,18 @@ def _generate_part(
     ).to(device)
     length = ids.shape[1]
 
-    # State of each row that is still in the batch: its number, whether it has ended, its
-    # temperature, the number of tokens of its prompt, and which slots of the cache hold tokens. The
-    # mask has room for whole blocks of tokens, as the cache will have (a first argument of 1 means:
-    # not a prompt).
+    # The state of the rows that are still in the batch: their numbers, which of them have ended,
+    # their temperatures, and how many tokens their prompts have.
     row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
     num_prompt_tokens = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    seen_mask = torch.zeros(
-        num_rows, round_up_length(1, length + max_new_tokens), dtype=torch.bool, device=device
-    )
+
+    # `seen_mask` says which slots of the cache hold tokens, and not padding. It covers all slots
+    # that the cache can get. Their number is rounded up as in every pass after the prompts, for
+    # which `num_seen` is above 0.
+    num_slots = round_up_length(num_seen=1, end=length + max_new_tokens)
+    seen_mask = torch.zeros(num_rows, num_slots, dtype=torch.bool, device=device)
     seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_prompt_tokens
     cache = _create_growing_cache(model)
     # A token's position is the number of tokens before it, without padding. For the padding this

@@ -53,12 +53,14 @@ class CacheSize:
         """
         total = 0
         for layer in self.layers:
-            # Heads and states are divided between the devices, and rounded up (-(-a // b)). The
-            # layer's size is that of all its heads, so it is scaled to the heads of one device. The
-            # size counts numbers, the state counts bytes.
-            heads = -(-layer.heads // tensor_parallel)
+            # Keys and values: `layer.size` counts the numbers of one token, over all heads. A
+            # device keeps those of its own heads: its share, rounded up (-(-a // b)).
+            device_heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
-            total += tokens * layer.size // layer.heads * heads * itemsize
+            device_numbers = tokens * layer.size // layer.heads * device_heads
+            total += device_numbers * itemsize
+            # A recurrent layer's state: `layer.state` counts its bytes, whatever the context. A
+            # device keeps its share, rounded up.
             total += -(-layer.state // tensor_parallel)
         return batch_size * total
 

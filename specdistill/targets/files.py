@@ -315,8 +315,9 @@ def combine_hashes(hashes: Iterable[str]) -> str:
 def hash_contents(paths: Iterable[Path]) -> str:
     """Return one sha256 of the names and contents of files, whatever folders they are in."""
     files = list(paths)
-    # A file in the Hub's cache is a link to a file that is named by its hash. Given the link,
-    # `hash_file` would return this name without reading the file. So links are resolved first.
+    # In the Hub's cache, a path may be a link to a file that is named by its sha256. `hash_file`
+    # does not read the file of such a link, but returns this name. Here the content must be
+    # read, so `hash_file` gets the path of the file itself in place of the link.
     hashes = hash_files(path.resolve() for path in files)
     return combine_hashes(
         f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True)

@@ -369,21 +369,23 @@ class FrozenTarget:
 
     @cached_property
     def _maskless(self) -> list[PreTrainedConfig]:
-        """The configs whose attention needs no mask in passes that continue a KV cache, on a GPU.
+        """The configs whose attention `features` replaces in passes that continue a KV cache.
 
-        `features` passes them to `replace_attention`. Parts of a model may have configs of
-        their own, so there can be several. The list is empty on a CPU, and if the class uses more
-        than causal attention (see `find_maskless_configs`).
+        A config names the attention of the model, or of a part of it. In such a pass `features`
+        makes these configs name `attend`, which needs no mask tensor. The list is empty on a CPU.
+        It is also empty if `attend` cannot compute the model's attention (see
+        `find_maskless_configs`).
         """
         return find_maskless_configs(self.model) if self.device.type == "cuda" else []
 
     def compile(self, **options: Any) -> None:
         """Compile each layer with options of `torch.compile`.
 
-        Before that, the packing method is chosen. The choice runs the layers on a few short inputs,
-        and layers that are compiled already would be compiled for these shapes in vain.
+        Before that, choose how packed rows are given to the model (`_packing`). This choice runs
+        the layers on a few short inputs. Compiled layers would first be compiled for the shapes of
+        these inputs, which training does not use.
         """
-        _ = self._packing  # reading the property makes the choice
+        _ = self._packing  # The property is computed when it is first read.
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward, **options)
 

@@ -109,15 +109,18 @@ def attend_packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value of `attend_packed` from the output's gradient.
 
+    The caller may have merged `attend_packed` with attention to other keys, in one joint softmax.
+    Then it passes the output and the log-sum-exp of the joint softmax. The gradients of `key_SGd`
+    and `value_SGe` are complete. The gradient of the query lacks the part that comes from the other
+    keys, which the caller adds.
+
     Args:
         grad_SNe: [S, N, e], the gradient of the output of S tokens and N query heads.
         query_SNd: [S, N, d].
         key_SGd: [S, G, d], with G key/value heads.
         value_SGe: [S, G, e].
-        output_SNe: [S, N, e], the output. It may belong to a larger attention, whose softmax is
-            over `key_SGd` and other keys. The gradient of the query then has only the share of
-            `key_SGd`, and the caller adds the share of the other keys.
-        lse_NS: [N, S], the log-sum-exp of the scores of all keys of that softmax.
+        output_SNe: [S, N, e], the output of the attention.
+        lse_NS: [N, S], the log-sum-exp of the scores, over all keys of the softmax.
         cumulative_lengths: where each document begins, then S, as in `attend_packed`.
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; None for all up to itself.

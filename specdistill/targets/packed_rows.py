@@ -179,14 +179,13 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         continues from one document into the next, or for ALiBi, which goes on counting positions
         where a new document begins.
     """
-    # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after NUM_CACHED tokens,
-    # so each row packs two documents: the first NUM_CACHED tokens, and the remaining tokens.
+    # Make two rows of NUM_TOKENS (12) tokens. Each row packs two documents of six tokens, so its
+    # position ids are 0 to 5, and again 0 to 5.
     backbone = find_backbone(model)
+    document_length = NUM_TOKENS // 2
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
-    inputs = {
-        "input_ids": ids_BT,
-        "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED,
-    }
+    positions_T = torch.arange(document_length, device=model.device).repeat(2)
+    inputs = {"input_ids": ids_BT, "position_ids": positions_T.expand(2, -1)}
     documents = Documents.from_positions(inputs["position_ids"])
 
     def run(backbone_inputs: BackboneInputs) -> Tensor:
@@ -194,17 +193,17 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         last_hidden: Tensor = backbone(**backbone_inputs, use_cache=False).last_hidden_state
         return last_hidden
 
-    # The last document of each row must have the hidden states that it has without the document
-    # before it. Autocast is off, because its rounding would look like one document seeing another.
+    # The second document of each row must have the hidden states that it has without the first
+    # document. Autocast is off, because its rounding would look like one document seeing another.
     # `run_in_one_row` returns one long row, so all hidden states are viewed as two rows.
     with torch.autocast(model.device.type, enabled=False):
-        alone_hidden = run({"input_ids": ids_BT[:, NUM_CACHED:]})
+        alone_hidden = run({"input_ids": ids_BT[:, document_length:]})
         for method in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
             try:
                 packed_hidden = method(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
             except CLASS_ERRORS:  # The class does not accept rows in this way.
                 continue
-            if reads_alike(packed_hidden[:, NUM_CACHED:], alone_hidden):
+            if reads_alike(packed_hidden[:, document_length:], alone_hidden):
                 return method
     return None
 
@@ -260,8 +259,9 @@ def attend(
     """Compute causal attention within documents. A model class of transformers calls this.
 
     The class describes its attention twice: by a mask, which `sdpa` would use, and by keywords,
-    which flash attention would use. If the mask has another window than the keywords, as for
-    attention in chunks, the class needs more than a sliding window, so this function refuses.
+    which flash attention would use. This function refuses a class if the two give different
+    windows. An example is attention in chunks: the mask has a chunk size, and the keywords have no
+    window.
 
     Args:
         module: the attention module that calls this.
@@ -349,30 +349,36 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs whose attention must be replaced when a model trains on packed rows.
+    """Return the configs that must name `attend` as attention while a model trains on packed rows.
 
-    They are passed to `replace_attention`, and the model then gets the inputs that
-    `build_length_inputs` returns.
+    A config names the attention of the model, or of a part of it. `attend` keeps the documents of a
+    row apart by their lengths. The caller passes the configs to `replace_attention`, and gives the
+    model the lengths by `build_length_inputs`.
 
     Returns:
-        The configs; empty if the model has attention dropout, or reads packed rows in another way.
+        The configs; empty if the model cannot train with `attend`. This is so if the model has
+        attention dropout, which `attend` does not support, or if `attend` does not keep documents
+        apart in this model (see `choose_packing`).
     """
-    # `attend` has no dropout.
     if getattr(model.config, "attention_dropout", 0):
         return []
-    return find_sdpa_configs(model) if choose_packing(model) is run_by_lengths else []
+    uses_attend = choose_packing(model) is run_by_lengths
+    return find_sdpa_configs(model) if uses_attend else []
 
 
 @torch.no_grad()
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs whose attention `attend` can replace in passes that continue a KV cache.
+    """Return the configs that may name `attend` as attention in passes that continue a KV cache.
 
-    `attend` needs no mask there. The configs are passed to `replace_attention`. Passes over a few
-    tokens check that the model computes the same hidden states with `attend`.
+    A config names the attention of the model, or of a part of it. `attend` computes causal
+    attention without a mask tensor. This function runs the model on a few tokens with `attend` and
+    with the attention that the configs name, and compares the hidden states. The caller passes the
+    configs to `replace_attention`.
 
     Returns:
-        The configs; empty for a class whose attention uses more than causality, a sliding window
-        and a scale.
+        The configs; empty if none names `sdpa`, or if `attend` raises an error or gives other
+        hidden states. It does so for attention that uses more than causality, a sliding window and
+        a scale.
     """
     backbone = find_backbone(model)
     ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
@@ -386,7 +392,7 @@ def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
             ).last_hidden_state
         return hidden
 
-    # Compare the hidden states of `attend`, which gets no mask, with those of the class itself.
+    # Run the model with `attend`, and then with its own attention.
     try:
         configs = find_sdpa_configs(model)
         with replace_attention(configs):

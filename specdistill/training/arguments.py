@@ -429,8 +429,8 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
     if not is_sharded():
         return
 
-    # FSDP: set `bf16` again, which `_take_precision` has hidden from accelerate. Now only this
-    # project reads it, to switch autocast on (`find_autocast_dtype`).
+    # FSDP: `_take_precision` removed `bf16` before the arguments were built, so that accelerate
+    # does not convert the weights. Set it now, so that `find_autocast_dtype` returns bfloat16.
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
 

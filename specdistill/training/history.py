@@ -281,17 +281,19 @@ class ProgressLines(TrainerCallback):
         if "tokens_per_second" in figures:
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
 
-        # Format the figures. Estimate the time left from the steps since training began or resumed,
-        # once MIN_PARTS steps are done. Progress lines of other tasks wait for as many parts. At
-        # the last step one is enough, because no time is left.
+        # Format the figures.
         texts = [
             template.format(figures[name])
             for name, template in PROGRESS_FIGURES.items()
             if name in figures
         ]
+
+        # Estimate the time left from the speed since training began or resumed. The first step may
+        # also compile and fill caches, so the speed of fewer than MIN_PARTS steps says little.
+        # After the last step the time left is 0 at any speed, so one step is enough then.
         steps_done = state.global_step - self.first_step
-        if steps_done >= MIN_PARTS or (steps_done and state.global_step == state.max_steps):
-            steps_left = state.max_steps - state.global_step
+        steps_left = state.max_steps - state.global_step
+        if steps_done >= MIN_PARTS or (steps_done and steps_left == 0):
             seconds_left = (self.last - self.begin) * steps_left / steps_done
             texts.append(f"{format_clock(seconds_left)} left")
         self._write(state, texts)

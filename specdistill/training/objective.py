@@ -457,18 +457,22 @@ class StepSums:
             losses_KR: nats, zero where there is no loss.
             measured: correct and accepted [K, R], if they are measured. They are zero where there
                 is no loss.
-            by_chain: rearranges values [K, R] as the values [K, S] of S chains, so that each column
-                holds the K consecutive draft tokens of one chain. By default, each column is a
-                chain already.
+            by_chain: reorders values by token [K, R] into values by chain [K, S]. A chain is the K
+                draft tokens that the draft would propose one after the other, and each of the S
+                columns of the result holds the values of one chain. By default, the columns of
+                [K, R] are chains already.
         """
-        # In the order of the attributes: sums over tokens first, then sums over chains. For
-        # `has_loss_KR` the sum over chains is the number of chains that reach a position.
-        sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
+        # Sum over tokens, in the order of the attributes `loss` to `accepted`.
+        token_sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
+
+        # Sum over chains, for `chain_correct`, `chain_accepted` and `chains`. At each position a
+        # chain adds the product of its values up to there. The product of `has_loss_KR` is 1 until
+        # the chain ends and 0 after that, so its sum counts the chains that reach the position.
         chain_sums = []
         if measured:
             for values_KR in (*measured, has_loss_KR):
                 chain_sums.append(chain_products(by_chain(values_KR)))
-        return cls(*sums, *chain_sums)
+        return cls(*token_sums, *chain_sums)
 
     def table(self) -> Tensor:
         """Return the eight sums as one table [8, K] float32, in the order of the attributes.
@@ -528,10 +532,10 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     For every drafted position k from 1:
 
     - loss_k, accuracy_k and acceptance_k are means over the tokens that are predicted there.
-    - cumulative_acceptance_k is the share of chains whose first k draft tokens are all correct. It
-      is counted chain by chain, and is not a product of marginals. Only chains that reach position
-      k are counted, that is, chains of k consecutive loss tokens. A chain that ends earlier, with
-      its answer, counts at the positions that it reaches.
+    - cumulative_acceptance_k is the share of chains whose first k draft tokens are all correct. A
+      chain is the draft tokens that the draft would propose one after the other. It ends where the
+      answer ends. Chains that end before position k are left out of the share. The share is counted
+      chain by chain: it is not the product of accuracy_1 to accuracy_k.
 
     Over all positions:
 

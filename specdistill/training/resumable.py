@@ -132,8 +132,8 @@ class ResumableTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
         """Return whether an evaluation is the best so far, as the Trainer does.
 
-        If the recipe asks for it, the best draft is loaded from its checkpoint at the end of
-        training. Then the best evaluation so far also asks for a checkpoint now, even if
+        With `train.load_best_model_at_end`, the best draft is loaded from its checkpoint at the end
+        of training. So this method asks for a checkpoint after the best evaluation so far, even if
         `train.save_steps` asks for none at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
@@ -308,14 +308,14 @@ class Stopping(TrainerCallback):
         self._read(args, control)
 
     def _read(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Read the findings of all steps but the last, and stop the run if they ask for it.
+        """Read the findings of the steps so far, and let the run save and stop if they ask for it.
 
         The findings of a step are two counts of processes: those that were asked to stop, and those
         whose loss is not finite.
 
-        The findings of the last step are read one step later, so that the CPU does not wait for the
-        device. They are read at once if the weights are about to be saved or evaluated. This is
-        also the case for a run that stops, because it saves first.
+        The findings of the newest step usually stay unread until the next step has ended, so that
+        the CPU does not wait for the device. They are read at once if the weights are about to be
+        saved or evaluated, and if the run stops, because then it saves the weights.
         """
         uses_weights = (
             control.should_save or control.should_evaluate or control.should_training_stop

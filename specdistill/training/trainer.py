@@ -188,17 +188,19 @@ class DistillationTrainer(ResumableTrainer):
 
         Returns:
             None in place of a loss. In place of logits, the eight sums of `StepSums` for each of K
-            drafted positions [1, 8, K]. In place of labels, the loss and its count of loss tokens
-            [1, 2, P]. P is 1, or K if each position's loss is divided by its own count.
+            drafted positions [1, 8, K]. In place of labels [1, 2, P]: P sums of the loss, and for
+            each the number of loss tokens by which it is divided. P is K for an objective that
+            sums the loss of each position by itself, and 1 for one that sums all positions.
         """
         # `number` is None, so that a batch is prepared the same way in every evaluation.
         inputs = self._prepare_inputs(self.objective.prepare(inputs, None))
         with torch.no_grad():
             total, sums = self._sum_losses(model, inputs, measure=True)
-        # A loss that is one sum (P = 1) is divided by the count of the first position.
-        total = total.reshape(-1)
-        counts = sums.loss_tokens[: len(total)].to(total)
-        return None, sums.table().unsqueeze(0), torch.stack((total, counts)).unsqueeze(0)
+        # Each of K sums is divided by the count of its own position. A single sum is divided by the
+        # count of the first position.
+        total_P = total.reshape(-1)
+        counts_P = sums.loss_tokens[: len(total_P)].to(total_P)
+        return None, sums.table().unsqueeze(0), torch.stack((total_P, counts_P)).unsqueeze(0)
 
     def evaluate(
         self,
@@ -232,7 +234,8 @@ class DistillationTrainer(ResumableTrainer):
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
             measured = {"eval_decoded_acceptance_length": broadcast_object_list([length])[0]}
             if self.args.should_save:
-                # On a machine that does not write the draft, this folder does not exist.
+                # The folder may be missing: with `train.save_on_each_node`, a machine without the
+                # whole weights of a sharded draft has written none.
                 shutil.rmtree(folder, ignore_errors=True)
             self.log(measured)
             metrics |= measured
@@ -244,7 +247,10 @@ class DistillationTrainer(ResumableTrainer):
             raise UserError(
                 "train.metric_for_best_model",
                 got=f"{metric}, which the held-out rows do not measure",
-                expected="acceptance_length, or held-out rows with longer answers",
+                expected=(
+                    "acceptance_length, or held-out rows with longer answers (more than k tokens"
+                    " for a metric of drafted position k)"
+                ),
             )
         return metrics
 

@@ -104,11 +104,12 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     # Export the lookup for the measured engine if it can serve the method, and for vLLM otherwise.
     engine = "vllm"
     if measured_engine in ENGINES:
-        # `serving()` has an entry for each engine for which the method can be exported. An engine
-        # may load what is exported for another one, which its field `layouts` then names: llama.cpp
-        # loads exports for `gguf`. For all other engines the field is empty.
+        # The keys of `serving()` are the names of the engines for which the method can be exported.
+        # llama.cpp loads what is exported for another name, `gguf`, which its field `layouts`
+        # holds. For all other engines this field is empty.
         export_name = ENGINES[measured_engine].layouts or measured_engine
-        engine = measured_engine if export_name in METHODS[method].serving() else "vllm"
+        can_export = export_name in METHODS[method].serving()
+        engine = measured_engine if can_export else "vllm"
     # `export` reads from the report how tokens are looked up (`drafting`). If the measured server
     # was running already, the report has no such key, because a server does not say how it looks
     # tokens up. `export` refuses such a report.

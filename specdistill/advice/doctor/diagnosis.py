@@ -728,11 +728,11 @@ def compute_acceptance_length(
 
     Args:
         completions: the completions.
-        num_tokens: draft tokens per round, which the result repeats.
+        num_tokens: draft tokens per round. This number is only copied to the result.
 
     Returns:
-        The acceptance length. The name of its class comes from training, which simulates it; here
-        it is counted.
+        The counted acceptance length. The class is called `SimulatedAcceptance` because it also
+        holds acceptance lengths that training simulated.
     """
     emitted_per_round = []
     for completion in completions:

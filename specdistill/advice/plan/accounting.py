@@ -103,7 +103,7 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return the cost of a forward pass, as the number of bytes that take as long to read.
+        """Return the cost of a forward pass: the number of bytes that could be read in its time.
 
         A pass takes as long as reading its weights and KV cache, or as its arithmetic if that takes
         longer. The arithmetic of a token is two operations for each parameter.
@@ -156,10 +156,11 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return the cost of a forward pass, as the number of bytes that take as long to read.
+        """Return the cost of a forward pass: the number of bytes that could be read in its time.
 
-        A pass over one token takes as long as its reads. How much longer a pass over more tokens
-        takes was measured for some numbers of tokens. Between two of these numbers the time is
+        A pass over one token takes as long as its reads, so its cost is `read`. The cost of a pass
+        over more tokens is `read`, multiplied by the time of the pass relative to one token. This
+        factor was measured for some numbers of tokens. Between two of these numbers it is
         interpolated. Beyond the largest it grows in proportion to the number of tokens.
 
         Args:
@@ -171,9 +172,10 @@ class Machine(Device):
         # the largest number, `np.interp` returns the time of that number. There the factor
         # `excess`, which is 1 otherwise, makes the time grow.
         assert self.row_costs is not None
-        rows = [*self.row_costs]
-        excess = max(1.0, num_tokens / rows[-1])
-        relative_time = float(np.interp(num_tokens, rows, [*self.row_costs.values()]))
+        measured_numbers = [*self.row_costs]
+        measured_times = [*self.row_costs.values()]
+        relative_time = float(np.interp(num_tokens, measured_numbers, measured_times))
+        excess = max(1.0, num_tokens / measured_numbers[-1])
         return read * excess * relative_time
 
 

@@ -373,14 +373,15 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     Raises:
         UserError: if the existing draft does not suit the target.
     """
-    # A shipped recipe says how the draft is built and trained. If there is one for this target,
-    # `find_recipe` returns its name and settings. Otherwise it returns only the name of a recipe
-    # for small targets, because a large target needs other settings.
+    # Find a shipped recipe, whose settings say how the draft is built and trained. If a recipe is
+    # made for this target, `find_recipe` returns its name and settings. Otherwise it returns the
+    # name of a recipe for small targets, and empty settings; without such a recipe, the name is
+    # None.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name, scenario.own_recipes)
 
-    # A small target takes the settings of that recipe. On a CPU every target does, because larger
-    # sizes would take too long there. `Machine` is the class of CPUs.
+    # The settings of a recipe for small targets are used in two cases: the target is small, or the
+    # plan is for a CPU (a `Machine`), where larger sizes would take too long.
     is_small = target.parameters <= MAX_SMALL_TARGET_PARAMETERS
     is_on_cpu = isinstance(scenario.device, Machine)
     if not settings and recipe and (is_small or is_on_cpu):
@@ -477,15 +478,14 @@ def _count_draft_bytes(
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
 
-    # The parameters of such layers are counted in three ways:
-    # - `parts.parameters`: the own weights of all layers;
-    # - `parts.read`: what a step reads, which is one layer and the target's LM head;
-    # - `parts.copied`: the target's embedding and LM head, which are equally large.
+    # `parts.parameters` are the weights of all layers. They are quantized, and such a weight takes
+    # `converted_itemsize` bytes on average.
+    all_bytes = parts.parameters * target.converted_itemsize
+
+    # A step reads one of the layers and the target's LM head (together `parts.read`). The LM head
+    # is not quantized. It is as large as the target's embedding, and `parts.copied` counts both.
     lm_head_parameters = parts.copied / 2
     layer_parameters = parts.read - lm_head_parameters
-
-    # A quantized weight takes `converted_itemsize` bytes on average. The LM head is not quantized.
-    all_bytes = parts.parameters * target.converted_itemsize
     lm_head_bytes = lm_head_parameters * itemsize
     layer_bytes = layer_parameters * target.converted_itemsize
     return all_bytes, lm_head_bytes + layer_bytes
@@ -548,7 +548,8 @@ def _estimate_serving(
         planned: the sizes of the draft.
         scenario: the target and the device, and how the target is served.
         draft_bytes: bytes of the draft's weights.
-        high: the high end of the speedup, whose K is used; None if there is none.
+        high: the high end of the estimated speedup, which is reached with K draft tokens per round.
+            The memory is computed for this K; without an estimate (None), for K = 0.
 
     Returns:
         The memory budget; None for a draft without weights, which takes no memory.
@@ -556,8 +557,8 @@ def _estimate_serving(
     if not planned.parts.parameters:
         return None
 
-    # The draft's memory leaves less room for tokens of context. The difference to the target alone
-    # is the draft's cost.
+    # The `room` of a budget is the number of tokens of context that fit into the memory. With a
+    # draft fewer tokens fit than without one. The difference is the draft's `cost`.
     alone = compute_budget(scenario.target, scenario.serving)
     budget = compute_budget(
         scenario.target,
@@ -593,8 +594,9 @@ def _estimate_training(
     Returns:
         Fields of a PlanRow, by name.
     """
-    # A draft without weights needs no training, so its disk space and hours are 0. Without a number
-    # of training tokens, both are None.
+    # A draft without weights, such as a lookup, needs no training: its method states 0 training
+    # tokens. So disk space and hours are 0. As for every draft, they are None if the number of
+    # tokens is None.
     if planned.shape is None:
         zero_or_unknown = None if tokens is None else 0
         return {

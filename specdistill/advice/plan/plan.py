@@ -256,14 +256,16 @@ def recommend_method(
 ) -> dict[str, str | None]:
     """Recommend the method to start with, and the commands to start it.
 
-    If recipes that promise a speedup are shipped for models of the target's architecture and sizes,
-    the best of them is recommended, unless the user named an existing draft. In all other cases,
-    the best draft is recommended if its estimated speedup is higher than that of n-gram lookup,
-    which needs no training. Otherwise the lookup is. But if even the high end of the estimated
-    speedup of this choice is at most 1, plain decoding is the fastest, and no method is
-    recommended.
+    The first of these that applies is recommended:
+    - the best shipped recipe for models of the target's architecture and sizes, without those
+      whose estimate promises no speedup; not if the user named an existing draft;
+    - the best draft, if its estimated speedup is higher than that of n-gram lookup;
+    - n-gram lookup, which needs no training.
 
-    Drafts are preferred in this order:
+    No method is recommended if the choice promises no speedup: if even the high end of its
+    estimated speedup is at most 1. Plain decoding is then the fastest.
+
+    The best draft is the first one in this order:
     - multi-token-prediction layers that come with the target;
     - existing drafts, and drafts with a recipe made for this target (by its name or its sizes);
     - drafts that can be trained on one machine;
@@ -277,36 +279,36 @@ def recommend_method(
         budget: the memory of one device that serves the target without a draft; None if not known.
 
     Returns:
-        These keys, whose value is None if there is no such thing:
-        - `method`: the name of the method; None, as `start`, if plain decoding is the fastest;
-        - `recipe`: the shipped recipe for these sizes;
-        - `reason`: a sentence;
-        - `start`: the commands that train or measure it;
+        A value for each of these keys; None where there is nothing to say:
+        - `method`: the name of the method; None if plain decoding is the fastest;
+        - `recipe`: the name of the recommended recipe;
+        - `reason`: why this is recommended, in a sentence;
+        - `start`: the commands that train or measure the draft; None if there is no method, or no
+          way to train its draft here;
         - `lookup`: the command that measures n-gram lookup;
         - `alternatives`: other recipes and methods, in words;
-        - `generated`: if a `recipe` is recommended, commands for the best draft that has no such
-          recipe; they are put together from estimates.
+        - `generated`: commands for the best draft without a recipe for these sizes. Their keys are
+          chosen by estimates. Only given next to a recommended `recipe`.
     """
     # In any case, recommend to measure n-gram lookup, because it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
     suite = _find_suite(rows, target)
     lookup_command = _format_eval_command(lookup, target, budget, suite)
 
-    # A recipe for the target's sizes comes before commands that are put together from estimates.
-    # `generic` is the best row without such a recipe.
+    # A recipe for the target's sizes comes before commands whose keys are chosen by estimates.
     recipe_rows = _list_recipe_rows(rows, target)
-    others = [row for row in rows if row not in recipe_rows]
-    generic = _choose_row(others, lookup, target)
-    best = recipe_rows[0] if recipe_rows else generic
+    other_rows = [row for row in rows if row not in recipe_rows]
+    best_other_row = _choose_row(other_rows, lookup, target)
+    best = recipe_rows[0] if recipe_rows else best_other_row
     recommendation: dict[str, str | None] = {
         "method": best.method,
         "recipe": best.recipe if recipe_rows else None,
         "lookup": lookup_command,
-        "alternatives": _describe_alternatives(best, recipe_rows[1:], generic, rows),
+        "alternatives": _describe_alternatives(best, recipe_rows[1:], best_other_row, rows),
         "generated": None,
     }
-    if recipe_rows and generic is not lookup:
-        recommendation["generated"] = _format_start(generic, target, budget, suite)
+    if recipe_rows and best_other_row is not lookup:
+        recommendation["generated"] = _format_start(best_other_row, target, budget, suite)
 
     # If even the high end of the best speedup is below 1, plain decoding is the fastest.
     if best.high is not None and best.high.speedup <= 1:
@@ -340,27 +342,35 @@ def _list_recipe_rows(rows: Sequence[PlanRow], target: TargetFacts) -> list[Plan
 
 
 def _describe_alternatives(
-    best: PlanRow, recipe_rows: Sequence[PlanRow], generic: PlanRow, rows: Sequence[PlanRow]
+    best: PlanRow,
+    other_recipe_rows: Sequence[PlanRow],
+    best_other_row: PlanRow,
+    rows: Sequence[PlanRow],
 ) -> str | None:
     """Name what else could be done first: other shipped recipes, and the best other methods.
 
     Args:
         best: the recommended row.
-        recipe_rows: the rows of the other shipped recipes for this target.
-        generic: the row of the method that is best without a shipped recipe.
+        other_recipe_rows: the rows of the recipes that are shipped for this target's sizes, without
+            the recommended row.
+        best_other_row: the best of all rows that have no such recipe. If no such recipe is
+            recommended, it is the recommended row itself.
         rows: the rows of the plan.
 
     Returns:
         The alternatives with their speedups; None if there are none.
     """
-    # If a recipe is recommended, its alternatives are the other recipes and one other method.
-    # Otherwise they are the methods with the next best estimates.
-    methods = [generic]
-    if best is generic:
-        others = [row for row in rows if row is not best and row.middle > 1]
-        methods = sorted(others, key=lambda row: -row.middle)[:NUM_ALTERNATIVES]
-    texts = [f"{row.recipe}{_format_speedup(row)}" for row in recipe_rows]
-    texts += [f"{row.method}{_format_speedup(row)}" for row in methods]
+    if best is not best_other_row:
+        # A recipe is recommended. Its alternatives are the other recipes and one other method.
+        method_rows = [best_other_row]
+    else:
+        # Otherwise the alternatives are the other methods with the best estimated speedups.
+        # `middle` is the middle of the range of a speedup.
+        faster_rows = [row for row in rows if row is not best and row.middle > 1]
+        faster_rows.sort(key=lambda row: -row.middle)
+        method_rows = faster_rows[:NUM_ALTERNATIVES]
+    texts = [f"{row.recipe}{_format_speedup(row)}" for row in other_recipe_rows]
+    texts += [f"{row.method}{_format_speedup(row)}" for row in method_rows]
     return ", ".join(texts) or None
 
 
@@ -381,7 +391,7 @@ def _format_start(
     Args:
         row: the row of the draft, or of n-gram lookup.
         target: the facts of the plan about the target.
-        budget: the memory of one device that serves the target alone; None if not known.
+        budget: the memory of one device that serves the target without a draft; None if not known.
         suite: the name or file of the prompts.
     """
     if row.draft or not METHODS[row.method].is_trained:
@@ -565,7 +575,7 @@ def _format_eval_command(
     Args:
         row: the row of the draft, or of n-gram lookup.
         target: the facts of the plan about the target.
-        budget: the memory of one device that serves the target alone; None if not known.
+        budget: the memory of one device that serves the target without a draft; None if not known.
         suite: the name or file of the prompts.
     """
     # The number of draft tokens per round, K, is midway between the best K at the low end and the
@@ -598,7 +608,7 @@ def _format_training_commands(
     Args:
         row: the row of the draft.
         target: the facts of the plan about the target.
-        budget: the memory of one device that serves the target alone; None if not known.
+        budget: the memory of one device that serves the target without a draft; None if not known.
 
     Returns:
         The commands, one in each line; None if no recipe of the method is shipped, or if training
@@ -608,7 +618,6 @@ def _format_training_commands(
     if row.recipe is None or launch is None:
         return None
     number = launch.num_processes
-    trusted = target["trust_remote_code"]  # commands then repeat the user's consent
     launched: dict[str, object] = (
         {"launch": launch.configuration, "num_processes": number} if number > 1 else {}
     )
@@ -642,7 +651,7 @@ def _format_training_commands(
 
     # The server runs on all devices. If several devices are needed to hold the target, they form a
     # replica (tensor parallelism), and there are as many replicas as fit (data parallelism).
-    # Without the user's consent, nothing is appended to the command (`text * False` is empty).
+    # If the user has agreed to run the target repository's own code, the command repeats this.
     num_devices = (budget and budget.tensor_parallel) or 1
     options = {
         "--revision": target["revision"],
@@ -653,7 +662,8 @@ def _format_training_commands(
     for name, value in options.items():
         if value not in (None, 1):
             words.extend((name, str(value)))
-    server = shlex.join(["vllm", "serve", target["model"], *words]) + CONSENT["vllm"] * trusted
+    consent = CONSENT["vllm"] if target["trust_remote_code"] else ""
+    server = shlex.join(["vllm", "serve", target["model"], *words]) + consent
     data_keys = {
         key: value for key, value in keys.items() if key in model or key.startswith("data.")
     }
@@ -662,21 +672,22 @@ def _format_training_commands(
 
 
 def _list_target_keys(recipe: str, target: TargetFacts) -> dict[str, object]:
-    """Return the keys that set another target than the one that a shipped recipe names.
+    """Return the keys that make a shipped recipe use this target instead of its own.
 
-    They are empty if the recipe names this target. The recipe is one for models of the target's
-    architecture and sizes.
+    The recipe was made for models of this architecture and these sizes. The result is empty if it
+    names this very target.
     """
     settings = read_recipe(recipe)["target"]
     if settings["model"] == target["model"]:
         return {}
 
-    # Such a recipe names no target if the model's weights on the Hub are quantized in a format that
-    # cannot be trained on. The user then has to save a quantized target in bfloat16 first, and to
-    # put the folder of this copy in the place of BFLOAT16_TARGET.
+    # A recipe for these sizes may leave its target open (REQUIRED_MARK): the weights that are
+    # published cannot be trained on, because they are quantized. If the weights of this target are
+    # quantized, too, the user has to save a copy of them in bfloat16 first, and to write the folder
+    # of the copy in the place of BFLOAT16_TARGET.
     needs_copy = settings["model"] == REQUIRED_MARK and target["quantization"]
 
-    # A revision in the recipe belongs to another target, so `null` removes it.
+    # A revision in the recipe belongs to the recipe's own target, so `null` removes it.
     no_revision = "null" if "revision" in settings else None
     return {
         "target.model": BFLOAT16_TARGET if needs_copy else target["model"],
@@ -686,16 +697,14 @@ def _list_target_keys(recipe: str, target: TargetFacts) -> dict[str, object]:
 
 def _read_header_commands(recipe: str, target: TargetFacts) -> list[str]:
     """Return the commands in a shipped recipe's header that prepare its data, for a target."""
-    keys = _list_target_keys(recipe, target)
-    trusted = target["trust_remote_code"]
+    # `target_keys` is empty if the recipe names this target: its commands then keep their target.
+    target_keys = _list_target_keys(recipe, target)
     text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
     commands = []
-    # Join commands that are broken into two lines, and replace the recipe's own target. If the user
-    # has agreed to run the repository's own code, each command repeats this consent (`text * False`
-    # is empty).
+    # Join commands that are broken into two lines, and replace the recipe's own target.
     for line, program in HEADER_COMMAND.findall(text.replace(LINE_BREAK_IN_HEADER, "")):
         words = [word for word in shlex.split(line) if not word.startswith("target.model=")]
-        if keys and program == "vllm":
+        if program == "vllm" and target_keys:
             # `vllm serve MODEL --revision COMMIT`: both belong to the recipe's own target.
             options = words[3:]
             if options[:1] == ["--revision"]:
@@ -704,18 +713,22 @@ def _read_header_commands(recipe: str, target: TargetFacts) -> list[str]:
                 options = ["--revision", target["revision"], *options]
             words = [*words[:2], target["model"], *options]
         elif program == "specdistill":
-            words += [f"{key}={value}" for key, value in keys.items() if value is not None]
-        commands.append(shlex.join(words) + CONSENT[program] * trusted)
+            words += [f"{key}={value}" for key, value in target_keys.items() if value is not None]
+        # If the user has agreed to run the target repository's own code, the command repeats this.
+        consent = CONSENT[program] if target["trust_remote_code"] else ""
+        commands.append(shlex.join(words) + consent)
     return commands
 
 
 def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) -> dict[str, object]:
     """Return the keys that adapt a recipe for small targets to the sizes of this target.
 
+    A key with the value None is left out of the command: the recipe's own value then applies.
+
     Args:
         row: the row of the draft, which has a recipe and a launch.
         target: the facts of the plan about the target.
-        budget: the memory of one device that serves the target alone; None if not known.
+        budget: the memory of one device that serves the target without a draft; None if not known.
     """
     assert (
         row.recipe is not None and row.training_launch is not None and row.micro_batch is not None

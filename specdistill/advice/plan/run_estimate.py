@@ -231,11 +231,13 @@ def _read_initial_draft(init: str | None) -> ModelConfigInfo | None:
 def _choose_device(target: ModelConfigInfo, training_dtype: torch.dtype) -> Device:
     """Return the device that times are estimated for: this machine's CPU, or an H100.
 
-    The CPU is returned, with its measured speed, if the machine has no GPU and can hold the target.
+    The CPU is chosen if the machine has no GPU and enough memory for the target. Its speed is then
+    measured.
     """
-    if not can_hold_target(target.parameters):
-        return H100
-    return measure_machine(*find_matrix_sizes(target), target.parameters, training_dtype)
+    # `can_hold_target` checks both conditions: no GPU, and enough memory.
+    if can_hold_target(target.parameters):
+        return measure_machine(*find_matrix_sizes(target), target.parameters, training_dtype)
+    return H100
 
 
 def _estimate_generation_seconds(
@@ -315,12 +317,14 @@ def _estimate_token_seconds(target: ModelConfigInfo, device: Device, batch_size:
         device: the GPU.
         batch_size: sequences that are generated at a time.
     """
-    # A pass generates one token for each sequence. It reads the weights once for all sequences, and
-    # sampling reads and writes logits for each sequence.
-    parameters = count_weights_read(target.model)
+    # A pass generates one token for each sequence. It reads the weights once, and multiplies the
+    # token of each sequence with all weights. `count_pass_bytes` returns the bytes that could be
+    # read in the time of the pass.
+    num_weights = count_weights_read(target.model)
     pass_bytes = device.count_pass_bytes(
-        parameters * torch.bfloat16.itemsize, parameters, batch_size
+        read=num_weights * torch.bfloat16.itemsize, parameters=num_weights, num_tokens=batch_size
     )
+    # Sampling reads and writes logits for each sequence.
     pass_bytes += batch_size * SAMPLING_TRAFFIC * target.text.vocab_size
     pass_seconds = (
         pass_bytes / (TRAFFIC_SHARE * device.bandwidth)

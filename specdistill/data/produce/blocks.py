@@ -67,8 +67,8 @@ class Block(NamedTuple):
     def select_rows(self, order: Sequence[int]) -> tuple[list[int], int, int]:
         """Choose which rows of a source this block makes its prompts from.
 
-        A block is one of the parts that the tokens to generate are divided into. If the source has
-        fewer rows than there are blocks, several blocks share a row.
+        The tokens to generate are divided into blocks, and each block has rows of its own. If the
+        source has fewer rows than there are blocks, several blocks share a row.
 
         Args:
             order: the numbers of the source's rows, in the order in which blocks take them.
@@ -77,18 +77,15 @@ class Block(NamedTuple):
             The rows of this block; the index of this block among the blocks that share its rows;
             and the number of these blocks, which is 1 if no row is shared.
         """
-        # Rows are dealt out like cards: block b gets the rows b, b + num_blocks, ….
-        selected = list(order[self.number :: self.num_blocks])
-        if selected and len(order) >= self.num_blocks:
-            return selected, 0, 1
+        # Deal the rows out to the blocks like cards: block b gets the rows b, b + num_blocks, ….
+        if len(order) >= self.num_blocks:
+            return list(order[self.number :: self.num_blocks]), 0, 1
 
-        # There are fewer rows than blocks, so each block gets one row: row r goes to the blocks r,
-        # r + len(order), r + 2 len(order), …, which share it. `num_sharing` counts these blocks,
-        # whose numbers are below num_blocks: -(-a // b) is a / b, rounded up.
+        # There are fewer rows than blocks, so deal the blocks out to the rows: row r goes to the
+        # blocks r, r + len(order), r + 2 len(order), …, which share it.
         row = self.number % len(order)
-        place_among_sharing = self.number // len(order)
-        num_sharing = -(-(self.num_blocks - row) // len(order))
-        return [order[row]], place_among_sharing, num_sharing
+        sharing_blocks = range(row, self.num_blocks, len(order))
+        return [order[row]], sharing_blocks.index(self.number), len(sharing_blocks)
 
 
 def divide_evenly(total: int, part: int, num_parts: int) -> int:

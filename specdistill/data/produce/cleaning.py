@@ -97,12 +97,12 @@ class SuiteIndex:
         )
 
         # `self.pieces` holds the word sequences of the prompts, grouped by their first
-        # MAX_SHORT_WORDS words. At each place of the text, look up the group that begins with the
-        # same words, and compare its sequences with the text.
+        # MAX_SHORT_WORDS words, their key. At each place of the text, take the next MAX_SHORT_WORDS
+        # words as the key of a group, and compare the sequences of this group with the text.
         #
-        # A prompt with fewer than MAX_SHORT_WORDS words has all its words as the key. Only a text
-        # that is as short is looked up by such a key, so the prompt only matches a text that
-        # consists of the same words.
+        # A prompt with fewer words has all its words as its key. A text gives such a short key only
+        # if it is as short itself. So a short prompt only matches a text with exactly its words,
+        # and not a longer text that contains them.
         for text in texts:
             words = tuple(split_words(text))
             for start in range(max(1, len(words) - MAX_SHORT_WORDS + 1)):

@@ -260,12 +260,12 @@ def generate_block(
     answer_file: AnswerFile,
     output: BlockOutput,
 ) -> None:
-    """Generate answers until a block, one of the parts of the generation, has its tokens.
+    """Generate answers until a block has enough tokens.
 
-    The tasks (prompts to answer) come in rounds, and all tasks of a round are used before the next
-    round. A round has several streams of tasks, for example conversations and texts. Each stream
-    gives a share of the block's tokens. If a stream runs out of tasks, the other streams give the
-    tokens that are missing.
+    The tokens to generate are divided into blocks. The tasks of a block (prompts to answer) come in
+    rounds, and all tasks of a round are used before the next round. A round has several streams of
+    tasks, for example conversations and texts. Each stream gives a share of the block's tokens. If
+    a stream runs out of tasks, the other streams give the tokens that are missing.
 
     Args:
         num_tokens: how many tokens to generate.
@@ -276,16 +276,15 @@ def generate_block(
     """
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
-            # Divide the tokens that are left among the streams that still have tasks. The share
-            # MIN_FILL of the wanted tokens is enough, because the last few would take as long as a
-            # full batch. So the tokens so far count as somewhat more: with MIN_FILL = 0.995, 995
-            # tokens count as 1,000.
-            num_counted = output.tokens / MIN_FILL
-            num_left = num_tokens - num_counted
+            # The share MIN_FILL of the wanted tokens is enough, because the last few would take as
+            # long as a full batch. So the tokens so far are enough for somewhat more wanted tokens:
+            # with MIN_FILL = 0.995, 995 tokens are enough for 1,000.
+            num_fulfilled = output.tokens / MIN_FILL
+            num_left = num_tokens - num_fulfilled
 
-            # `output.num_wanted` rises from `num_counted` by the share of each stream, up to
-            # `num_tokens`. It begins as a difference, so that the sum is `num_tokens` in spite of
-            # rounding.
+            # Divide `num_left` among the streams that still have tasks. `output.num_wanted` rises
+            # by the share of each stream, from `num_fulfilled` to `num_tokens`. Subtracting
+            # `num_left` first makes it end at `num_tokens` in spite of rounding.
             output.num_wanted = num_tokens - num_left
             total_share = sum(stream.share for stream in remaining)
             for stream in remaining:
@@ -486,7 +485,7 @@ def _make_block(
 def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOutput:
     """Create the object that filters and collects the answers of a block.
 
-    A block is one of the parts that the tokens to generate are divided into.
+    The tokens to generate are divided into blocks, and each block has such an object.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -498,11 +497,12 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
     names = settings.filter if isinstance(settings, ServerRegeneration) else ()
     rules: Rules = {name: RULES[name] for name in names}
 
+    # The decoder converts answers to text. `template` has arguments for rendering conversations,
+    # which are not needed here.
+    decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, template={})
     # Special tokens in the middle of an answer break a rule, except the special tokens around
     # reasoning and tool calls. `find_inner_ids` finds these exceptions, which are only needed if
-    # there are rules. Here the `ServerTokenizer` only decodes answers and gives the special tokens,
-    # so its chat template needs no arguments.
-    decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, template={})
+    # there are rules.
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 
     def pair_with_text(task: GenerationTask, answer: Answer) -> CheckedAnswer:
@@ -522,7 +522,7 @@ def _generate_own_prompts(
     """Have the target generate prompts for each source `self` of the recipe.
 
     A source `self` has no rows: the target writes the user's questions, and later answers them.
-    The prompts are for one block, one of the parts that the generation is divided into.
+    The tokens to generate are divided into blocks, and these prompts are for one block.
 
     Args:
         job: the recipe's data settings, the target and the folders.

@@ -150,22 +150,23 @@ class Job:
             split = manifest.splits["train"]
             return RunSize(split.rows, num_tokens=split.tokens, is_made=True)
 
-        # Without generation, the number of rows is not known before they are packed. With
-        # generation but without packing it is not known either: each answer gets a row of its own,
-        # and answers have different lengths.
+        # Without generation, the number of rows is not known before they are packed.
         settings = self.config.regenerate
         max_length = self.config.max_length
         if not isinstance(settings, Regeneration):
             return RunSize(None)
-        # Not all tokens of a row are generated: subtract the length of a prompt of plain text,
-        # which is `prompt_tokens`. `max(1, …)` avoids a division by 0 for prompts as long as a row,
-        # which `check` refuses.
-        tokens_per_row = max(1, max_length - settings.prompt_tokens)
+
+        # Estimate the number of rows from the tokens to generate. Of the `max_length` tokens of a
+        # row, the first `prompt_tokens` are assumed to be its prompt, and the others generated.
+        # `max(1, …)` avoids a division by 0 for a prompt as long as a row, which `check` refuses.
+        generated_per_row = max(1, max_length - settings.prompt_tokens)
         num_rows = None
+        # Without packing no estimate is possible: each answer gets a row of its own, of any length.
         if self.config.packing:
             num_rows = estimate_rows(
-                settings.num_tokens, tokens_per_row, self.config.validation_fraction
+                settings.num_tokens, generated_per_row, self.config.validation_fraction
             )
+        # `num_tokens` counts whole rows, with their prompts.
         size = RunSize(num_rows, num_tokens=(num_rows or 0) * max_length)
 
         # If servers generate, this process has nothing to generate. Otherwise it generates the
@@ -185,7 +186,7 @@ class Job:
         num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
 
         # A batch has at most as many sequences as a block, which may be fewer than `batch_size`.
-        rows_per_block = max(1, missing[0].num_tokens // tokens_per_row)
+        rows_per_block = max(1, missing[0].num_tokens // generated_per_row)
         batch_size = min(settings.batch_size, rows_per_block)
         return size._replace(num_generated=num_tokens, batch_size=batch_size)
 

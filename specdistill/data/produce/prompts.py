@@ -159,10 +159,10 @@ def make_chat_prompts(
             else:
                 filtered["long_prompt"] += 1
 
-            # For example, [user, empty, user] needs two answers: one in place of the empty turn of
-            # the assistant, and one after the last message. Servers generate both, one after the
-            # other. The model in this process generates only the first, so the second is lost. In
-            # general, as many turns are lost as there are empty ones.
+            # Some turns of the assistant may be empty. The target has to generate them, and then
+            # the answer after the last message: [user, empty, user] needs two answers. Servers
+            # generate all answers, one after the other. The model in this process generates only
+            # the first one. So it loses one answer for each empty turn.
             num_follow_ups = sum(map(is_unanswered, messages))
             if num_follow_ups and not is_served:
                 filtered["follow_up"] += num_follow_ups
@@ -234,8 +234,8 @@ def make_prompts(
 ) -> Iterator[tuple[list[GenerationPrompt], list[GenerationPrompt]]]:
     """Yield the prompts of a block in parts, each with prompts of all sources.
 
-    A block generates a share of the tokens that the recipe asks for. The first part should be
-    enough for the block. Because answers may be shorter than expected, more parts follow, until
+    The tokens to generate are divided into blocks. The first part of the prompts should be enough
+    for the block. If answers are shorter than expected, more are needed, so more parts follow until
     every prompt was yielded once.
 
     Args:
@@ -248,8 +248,8 @@ def make_prompts(
         (prompts of conversations, prompts of texts).
     """
     # A source's share of the prompts is its weight in the recipe times its number of rows. A source
-    # `self`, for which the target generates the prompts, has no rows. Count its prompts in all
-    # blocks instead: each block has about as many as this one.
+    # `self` has no rows, because the target generates its prompts. The number of its prompts in all
+    # blocks takes the place of the number of rows. Each block has about as many as this block.
     num_self_rows = {
         number: len(prompts) * plan.block.num_blocks for number, prompts in self_prompts.items()
     }
@@ -258,18 +258,20 @@ def make_prompts(
         for number, source in enumerate(plan.sources)
     ]
 
-    # Get the parts of each source. A source `self` has one part with all its prompts, which are
-    # conversations.
-    parts: list[Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]] = []
+    # Divide the prompts of each source into parts. Those of a source `self` are all conversations,
+    # and make one part.
+    parts_by_source: list[Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]] = []
     for number, weight in enumerate(weights):
         if number in self_prompts:
-            parts.append(iter([(_place_prompts(self_prompts[number], 0, weight), [])]))
+            placed_prompts = _place_prompts(self_prompts[number], 0, weight)
+            parts_by_source.append(iter([(placed_prompts, [])]))
         else:
-            parts.append(_split_source(plan, number, weights, filtered))
+            parts_by_source.append(_split_source(plan, number, weights, filtered))
 
-    # Merge the parts of all sources, conversations and texts separately.
-    for source_parts in itertools.zip_longest(*parts, fillvalue=([], [])):
-        chats, texts = zip(*source_parts, strict=True)
+    # Merge the first parts of all sources, then the second parts, and so on. Conversations and
+    # texts are merged separately.
+    for parts in itertools.zip_longest(*parts_by_source, fillvalue=([], [])):
+        chats, texts = zip(*parts, strict=True)
         yield _merge_by_place(chats), _merge_by_place(texts)
 
 
@@ -291,9 +293,9 @@ def _split_source(
 ) -> Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]:
     """Yield the prompts that a block makes from one source, in parts.
 
-    A block generates a share of the tokens that the recipe asks for. Each part has as many prompts
-    as the block is expected to need from this source, so later parts are only needed if answers are
-    shorter than expected.
+    The tokens to generate are divided into blocks. Each part has as many prompts as the block is
+    expected to need from this source. Later parts are only needed if answers are shorter than
+    expected.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -305,9 +307,10 @@ def _split_source(
         (prompts of conversations, prompts of texts), each prompt with its place among the prompts
         of all sources.
     """
-    # Estimate how many prompts this source's share of the block needs. Assume little text for each
-    # prompt, so that there are enough prompts: an answer in a conversation has SHORT_ANSWER tokens,
-    # and every text is continued to the shorter of the two possible lengths.
+    # Estimate how many prompts give this source's share of the block's tokens. Too many are better
+    # than too few, so assume that each prompt gives few tokens. An answer in a conversation is
+    # assumed to have SHORT_ANSWER tokens. Some texts are continued to half a row, and others to a
+    # whole row (see `choose_row_lengths`). The estimate assumes half a row for all.
     block = plan.block
     config = plan.config
     source = plan.sources[number]
@@ -380,16 +383,18 @@ def plan_rounds(
 ) -> Iterator[list[Stream]]:
     """Yield the tasks of a block (prompts to answer) in rounds, to be answered one after the other.
 
-    A block generates a share of the tokens that the recipe asks for. The first rounds use every
-    prompt once. If the block needs more tokens, each later round uses all prompts again, at another
-    temperature or with other random numbers.
+    The tokens to generate are divided into blocks. The first rounds use every prompt once. If the
+    block needs more tokens, each later round uses all prompts again, at another temperature or with
+    other random numbers.
 
     Args:
         plan: the settings of the block.
-        parts: (prompts of conversations, prompts of texts), in the parts of `make_prompts`.
+        parts: the prompts of the block in several parts (see `make_prompts`). Each part is a pair:
+            (prompts of conversations, prompts of texts).
 
     Yields:
-        The streams of a round: lists of tasks, each of which gives a share of the tokens.
+        The tasks of a round, divided into streams. Each stream is to give a fraction of the block's
+        tokens (see `build_streams`).
     """
     chats: list[GenerationPrompt] = []
     texts: list[GenerationPrompt] = []

@@ -80,7 +80,8 @@ class Opening:
     ) -> "Opening":
         """Find what a chat template writes before and after the content of a user's turn.
 
-        The target continues the text before the content with a question, as a user would ask it.
+        The text before the content is the opening. When the target continues it, the target writes
+        the content itself, that is, a user's question. Prompts are generated in this way.
 
         Args:
             tokenizer: the target's tokenizer, which has the chat template.
@@ -188,7 +189,7 @@ def generate_self_prompts(
 ) -> tuple[list[GenerationPrompt], AnswerCounts]:
     """Have the target generate user prompts for a source `self` of the recipe.
 
-    The prompts are for one block, one of the parts that the generation is divided into. A prompt is
+    The tokens to generate are divided into blocks, and these prompts are for one block. A prompt is
     dropped if it is empty, too long, repeats itself, has special tokens, or is nearly the same as
     an earlier prompt of the block. If the target has too few different prompts, fewer are returned.
 

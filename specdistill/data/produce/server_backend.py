@@ -323,13 +323,17 @@ def generate_conversation(
 
 
 def _list_contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Divide a conversation at the assistant's turns that have no content, to be generated.
+    """Divide a conversation at the turns of the assistant that are to be generated.
 
-    If messages follow the last such turn, the answer to them is to be generated, too.
+    Such a turn has no content. If messages follow the last one, the answer to them is to be
+    generated, too. For example, [user, empty, user] gives [user] and [user].
+
+    Args:
+        messages: the conversation; empty if the prompt is a text, which is to be continued once.
 
     Yields:
-        For each turn to generate, the messages between the previous such turn and this one. For an
-        empty conversation, which stands for a text, one empty list.
+        For each turn to generate, the messages between the previous such turn and this one. For a
+        text, that is one empty list.
     """
     before: list[Message] = []
     for message in messages:

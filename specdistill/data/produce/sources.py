@@ -356,9 +356,10 @@ def _read_data_set(
 
 
 def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
-    """Convert the rows of a source to common forms, or load the result from the cache.
+    """Convert the rows of a source to a few common forms, or load the result from the cache.
 
-    A row that cannot be used becomes a record of what is wrong with it (see `describe_fault`).
+    A common form is a text, a conversation, or token ids with a loss mask. A row that cannot be
+    used becomes a record of what is wrong with it (see `describe_fault`).
 
     Args:
         raw: the rows as they are in the source.
@@ -377,9 +378,10 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     source = entry.source
     content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
-    # Rows also depend on the keys that select and convert them, and on the chat template, against
-    # which each row is checked. If answers are generated, this check depends on the template's
-    # arguments; otherwise it depends on the loss mask.
+    # The result also depends on the keys that select and convert rows, and on how conversations are
+    # checked. Each is rendered by the target's chat template. If answers are generated, it is
+    # rendered with the template's arguments. Otherwise the loss mask counts: with `assistant`, a
+    # conversation must have a turn to learn.
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     generates = config.regenerate.num_tokens > 0
     inputs = [
@@ -418,7 +420,8 @@ def _stop_at_first(
 
     Args:
         bad_lines: the lines of the source's files that are no JSON objects, in order.
-        first_row: the number in `raw` of the first row with a fault; None if there is none.
+        first_row: the number in `raw` of the first bad row that is not just empty; None if there is
+            none.
         raw: the rows as they are in the files, without the bad lines.
         reader: converts one row, and raises the error if the row cannot be used.
     """
@@ -627,21 +630,20 @@ def _load(
         UserError: for a source that cannot be read.
         ResourceError: when the Hub fails.
     """
-    # `places` is used if the source has no JSON files with lines to name.
     source = entry.source
     path = Path(source)
+    is_local = path.exists()
     check_path(entry, split, key)
     kind = LOADERS.get(path.suffix)
-    places = RowPlaces([path.name if path.exists() else source])
     try:
-        with silence_datasets() if path.exists() else nullcontext():
-            return _load_split(entry, split, places, key, config)
-
-    # A source that is not on this machine was loaded from the Hub. Its failures need other advice
-    # than rows that cannot be read, which raise a ValueError.
+        with silence_datasets() if is_local else nullcontext():
+            return _load_split(entry, split, key, config)
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
+        # A source that is no local path comes from the Hub. For it, a ValueError says that the rows
+        # or the split cannot be read. Other errors say that the Hub did not give the source.
+        is_hub_failure = not is_local and not isinstance(error, ValueError)
         reason = join_lines(str(error.__cause__ or error))[:300]
-        if not path.exists() and not isinstance(error, ValueError):
+        if is_hub_failure:
             raise ResourceError(
                 f"{key}: {source} could not be loaded from the Hub ({reason})",
                 next_step="check the id, HF_TOKEN if it is private, and the network, or give a"
@@ -656,20 +658,19 @@ def _load(
 
 
 def _load_split(
-    entry: SourceEntry, split: str, places: RowPlaces, key: str, config: DataConfig
+    entry: SourceEntry, split: str, key: str, config: DataConfig
 ) -> tuple[Dataset, RowPlaces, list[BadLine]]:
     """Load a split of a source with the datasets library, leaving out lines that are no JSON.
 
     Args:
         entry: the source's entry in the recipe.
         split: the split, perhaps with the part of it to take, as in `train[:100]`.
-        places: the places of the rows to return if the source has no JSON files.
         key: the name of the source in error messages.
         config: the `data:` section.
 
     Returns:
-        The rows; the file and line of each row; and the lines of the files that are no JSON
-        objects, which the rows lack.
+        The rows; the place of each row (its file and line in JSON files, otherwise the source and
+        its number); and the lines of the files that are no JSON objects, which the rows lack.
     """
     # A single file is read by the loader of its type. A folder or a Hub data set has its own
     # loader, which datasets finds by the name.
@@ -683,7 +684,10 @@ def _load_split(
     builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
 
     # Check every line of JSON files first, because datasets stops at the first bad line. datasets
-    # prepares all splits at once, so the files of all splits are checked.
+    # prepares all splits at once, so the files of all splits are checked. Rows of other sources
+    # have no lines: messages name them by the source and the number of the row.
+    path = Path(source)
+    places = RowPlaces([path.name if path.exists() else source])
     bad_lines: list[BadLine] = []
     if isinstance(builder, Json):
         checked = _check_json_files(builder, key, config)
@@ -953,10 +957,12 @@ def _convert_to_integers(values: object) -> object:
 def _has_json_within(feature: object) -> bool:
     """Return whether a column has lists of objects in which some key has values of several types.
 
-    Such columns are read wrongly: a text such as "2" becomes the number 2. That is because datasets
-    gives the key the type Json (here imported as `AnyJson`), and then takes the text for JSON. So
-    the caller reads these columns again, with the type Json for each object as a whole. Within the
-    JSON of an object, such as {"content": "2"}, a text keeps its quotes.
+    For example, `content` is a text in one object and a number in another. datasets then gives
+    this key the type Json (here imported as `AnyJson`), and stores each of its values as JSON. But
+    it stores a text that looks like JSON without quotes, so the text "2" becomes the number 2.
+
+    So the caller reads such a column again, and gives the type Json to each object instead of the
+    key. In an object that is stored as a whole, such as {"content": "2"}, texts keep their quotes.
 
     Args:
         feature: the type that datasets found for the column.

@@ -21,7 +21,7 @@ FAULT_COLUMNS = {
     "fault_example": Value("string"),
     "fault_row": Value("int64"),
 }
-EMPTY = "empty row"  # Such rows are counted but are no fault: data sets of texts have many.
+EMPTY = "empty row"  # There may be any number of such rows: data sets of texts have many.
 MAX_KINDS_SHOWN = 3  # kinds of faults that a message lists
 
 
@@ -49,8 +49,7 @@ def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None
 
     Returns:
         The usable rows without FAULT_COLUMNS; the counts of the bad rows, by kind of fault; and the
-        number in the source of the first row with a fault, or None if there is none. Empty rows are
-        counted, but they are no fault.
+        number in the source of the first bad row that is not just empty, or None if there is none.
     """
     # Count the bad rows by kind. `merge_counts` keeps the first row of each kind as an example, so
     # the text of later rows is not read.

@@ -80,10 +80,12 @@ def _select_known_messages(messages: Sequence[Message]) -> list[Message]:
 def list_turn_contexts(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield the messages before each turn of the assistant that the draft learns from.
 
-    Each yielded context is a prompt, from which the target can generate the turn anew. The search
-    ends at the first turn without content, which is yet to be generated. If the last message is not
-    a turn of the assistant, the whole conversation is yielded last, because the answer to it is yet
-    to be generated.
+    Each yielded context is a prompt, from which the target can generate the turn anew. For example,
+    [user, answer, user, answer] gives [user] and [user, answer, user].
+
+    Some turns of the assistant may be empty: they are yet to be generated. No context is yielded
+    for the first of them and for the turns after it. If the last message is not a turn of the
+    assistant, the whole conversation is yielded last, because its answer is yet to be generated.
     """
     for number, message in enumerate(messages):
         if is_unanswered(message):
@@ -150,14 +152,17 @@ def answer_documents(
 ) -> list[tuple[str, Spans]]:
     """Render a conversation, with the answers that the data contains, as documents to train on.
 
+    Usually that is one document. There are several if the chat template renders an earlier turn
+    differently once other turns follow it (see `build_turn_documents`).
+
     Args:
         tokenizer: the target's tokenizer.
         messages: the conversation.
         tools: the tools that the conversation may call.
         where: names the row in error messages.
-        loss_mask: the tokens that carry loss. `assistant`: those of the assistant's turns; only the
-            documents that have such a turn are returned. `all`: all tokens; every document is
-            returned.
+        loss_mask: the tokens that carry loss. With `assistant`, these are the tokens of the
+            assistant's turns, and documents without a turn to learn are left out. With `all`, all
+            tokens carry loss, and all documents are returned.
 
     Returns:
         For each document its text, and the character spans [start, end) of the assistant's turns

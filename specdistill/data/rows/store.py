@@ -518,19 +518,21 @@ def take_hidden_states(
 ) -> Tensor:
     """Read the hidden states that a vLLM server wrote to a file, and remove or move the file.
 
-    The server either read a document that the caller sent, or generated an answer to a prompt. The
-    file of a document is removed, because the caller uses its hidden states at once. The file of an
-    answer waits in a folder until a row needs its hidden states.
+    The caller sent the server one of two things:
+
+    - A document, which the server only reads. The caller uses its hidden states at once, so the
+      file is removed. Leave out `folder` and `prompt`.
+    - A prompt, to which the server generates an answer. The hidden states are needed later, so the
+      file is moved to `folder`. Some servers cannot write the hidden states of an answer, and write
+      those of the prompt alone. Such a file is of no use, and is removed without an error.
 
     Args:
         path: the file that the server named in its response.
-        ids: the tokens of the document, or of the prompt and the answer without its last token. The
-            caller leaves that token out, because the target has generated it, but not read it.
+        ids: the tokens that the server should have read: those of the document, or those of the
+            prompt and its answer without the last token, which the server generated but never read.
         server: the server.
-        folder: the folder where files of answers wait; None for a document.
-        prompt: the tokens of the prompt; none for a document. A server that ignores the fields
-            OUTPUT_STATES_REQUEST of the request writes the hidden states of the prompt alone. This
-            is no error, but such a file is of no use, and is removed.
+        folder: the folder where files of answers wait until they are needed.
+        prompt: the tokens of the prompt.
 
     Returns:
         The hidden states [L, layers, D] of the L tokens in the file. D is the target's hidden size.
@@ -542,7 +544,7 @@ def take_hidden_states(
     # The server may answer before its file is complete.
     tensors = _wait_and_load(path, server)
 
-    # The file must have the hidden states of these tokens, or of the prompt.
+    # The file must have the hidden states of `ids`, or of the prompt alone.
     is_complete = set(tensors) == {"hidden_states", "token_ids"}
     file_token_ids = tensors["token_ids"].tolist() if is_complete else []
     if not file_token_ids or file_token_ids not in (ids, prompt):
@@ -552,7 +554,7 @@ def take_hidden_states(
             next_step="look at the server's log",
         )
 
-    # Move the file to the folder where files wait, or remove the file. Then remove its lock.
+    # Move the file of an answer to the folder, and remove any other file. Then remove its lock.
     if folder and file_token_ids == ids:
         # The server's name of the file is unique. The final name, a hash of the tokens, is not:
         # several requests may give the same tokens.

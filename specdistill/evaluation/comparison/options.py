@@ -103,8 +103,9 @@ def list_lookups(
 def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
     """Return the settings with which each draft is measured.
 
-    The drafts may differ in K, the number of draft tokens per round, and in the tree that they
-    draft. All other settings are the same.
+    In the returned settings the drafts may differ in K, the number of draft tokens per round, and
+    in the tree that they draft. The lookup in front of each draft (`lookup_first_each`) is no part
+    of these settings: `list_lookups` returns it.
 
     Args:
         options: the keys of `specdistill compare`.
@@ -113,7 +114,8 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
     Raises:
         UserError: for a key whose number of values differs from the number of drafts.
     """
-    # A key with a value for each draft must be empty, or have as many values as there are drafts.
+    # Check all keys that have a value for each draft, that of the lookups included. Such a key must
+    # be empty, or have as many values as there are drafts.
     shared = Settings.from_section(options)
     for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):

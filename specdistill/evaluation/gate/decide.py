@@ -780,15 +780,16 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         estimate: the relative change and its interval.
 
     Returns:
-        The verdict, the reason, `open_end` and `edge`. The last two say when an inconclusive rule
-        is decided: more prompts narrow the interval, until its end `open_end` has moved to `edge`.
-        For example, higher is better, a loss of 5 % is allowed, and the change is -3 % with the
+        The verdict, the reason, and two numbers, `open_end` and `edge`. They matter only if the
+        rule is inconclusive. Then `open_end` is the end of the interval that keeps the rule open.
+        More prompts narrow the interval, and the rule is decided once this end reaches `edge`. For
+        example, higher is better, a loss of 5 % is allowed, and the change is -3 % with the
         interval [-8 %, +2 %]. The rule passes once the end -8 % has moved to the edge, -5 %.
     """
-    # Turn the interval of the change into an interval of the loss, which is positive if the metric
-    # became worse. E.g. if higher is better, a change of -8 % to +2 % is a loss of -2 % to 8 %:
-    # `loss_sign`, the sign of a change for the worse, is -1. A value without an interval counts as
-    # an interval of length 0.
+    # Turn the change into a loss, which is positive if the metric became worse: loss = loss_sign *
+    # change. The sign is -1 or 1, so also change = loss_sign * loss. E.g. if higher is better, the
+    # sign is -1, and a change of -8 % to +2 % is a loss of -2 % to 8 %. A value without an interval
+    # counts as an interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     loss_sign = -1 if METRICS[rule.metric].better == "higher" else 1
@@ -804,8 +805,7 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
 
     # If the rule is inconclusive, more prompts would narrow the interval around the value. If the
     # value is an allowed loss, the rule passes once the greatest loss is allowed, too. Otherwise
-    # the rule fails once the least loss is above 0. Multiplying a loss by `loss_sign` turns it back
-    # into a change.
+    # the rule fails once the least loss is above 0. `open_end` and `edge` are changes, not losses.
     if loss_sign * estimate.value < threshold:
         open_end = loss_sign * greatest_loss
         edge = loss_sign * threshold
@@ -828,10 +828,11 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         estimate: the value and its interval.
 
     Returns:
-        The verdict, the reason, `open_end` and `edge`. The last two say when an inconclusive rule
-        is decided: more prompts narrow the interval, until its end `open_end` has moved to `edge`.
-        For example, 1.5 is the least value allowed, and the value is 1.6 with the interval
-        [1.4, 1.8]. The rule passes once the end 1.4 has moved to the edge, 1.5.
+        The verdict, the reason, and two numbers, `open_end` and `edge`. They matter only if the
+        rule is inconclusive. Then `open_end` is the end of the interval that keeps the rule open.
+        More prompts narrow the interval, and the rule is decided once this end reaches `edge`. For
+        example, 1.5 is the least value allowed, and the value is 1.6 with the interval [1.4, 1.8].
+        The rule passes once the end 1.4 has moved to the edge, 1.5.
     """
     # For `max`, change the sign of all numbers, so that the rule is decided like one with `min`: x
     # is at most 5 if -x is at least -5. A value without an interval counts as an interval of

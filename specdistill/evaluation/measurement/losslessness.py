@@ -468,15 +468,17 @@ def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws:
     """
     # Count the passes of the timing.
     num_passes = count_cost_passes(prompts, settings)
+
+    # Add the passes of the sampling test. First it decodes some prompts to choose one of them, with
+    # one pass for each token at most. Then it draws tokens. A draw takes two passes: a prefill and
+    # a round. All draws are taken twice: for the test itself, and for its negative control, in
+    # which a wrong verification rule must be detected.
     if num_draws is None:
         num_draws = choose_num_draws(len(prompts) * settings.max_new_tokens * settings.repeats)
-
-    # Add the passes of the sampling test. It decodes some prompts to choose one of them, with one
-    # pass for each token at most. Then each draw takes two passes, a prefill and a round, with the
-    # right verification rule and again with the wrong one: four passes.
     if num_draws > 0:
-        num_probed = min(len(prompts), NUM_PROBED_PROMPTS) * NUM_PROBED_TOKENS
-        num_passes += num_probed + 4 * num_draws
+        num_probe_passes = min(len(prompts), NUM_PROBED_PROMPTS) * NUM_PROBED_TOKENS
+        num_draw_passes = 2 * 2 * num_draws
+        num_passes += num_probe_passes + num_draw_passes
     return num_passes
 
 
@@ -523,28 +525,31 @@ def find_most_telling_prompt(
 ) -> tuple[tuple[int, ...], str]:
     """Find the text after which the sampling test detects a wrong verification rule best.
 
-    The wrong rule is `verify_with_wrong_residual`. The test draws two tokens after a text: the
-    first in the prefill, the second in a round with a draft. The wrong rule shows best if the first
-    token is likely, and if the rule changes the distribution of the second token much.
+    The wrong rule is `verify_with_wrong_residual`. The test draws two tokens after a text: token 1
+    in the prefill, and token 2 in a round with a draft. Only token 2 can show the wrong rule,
+    because draft tokens are verified only in a round.
 
-    To find such a text, some prompts are decoded. Each round of a completion gets a score: the
-    probability of the token before the round, times how much the wrong rule changes the
-    distribution of the round's first token. The temperature must be above 0.
+    To find the text, some prompts are decoded. The test could repeat any round of a completion:
+    token 2 is the first token of the round, and token 1 the token before it. So each round gets a
+    score: the probability of token 1, times how much the wrong rule changes the distribution of
+    token 2. With a high score, many draws of the test come to this round, and the wrong rule shows
+    in it. The temperature must be above 0.
 
     Returns:
-        The token ids of the text, which ends one token before the round with the highest score, and
-        the id of the prompt with which the text begins.
+        The token ids of the text that ends just before token 1 of the round with the highest score,
+        and the id of the prompt with which the text begins.
     """
-    # Decode by the right rule. For each round, record how much the wrong rule would change it.
+    # Decode as usual. For each round, record how much the wrong rule would change its first token.
     deviations: list[float] = []
 
     def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
-        """Verify draft tokens by the right rule, and record how much the wrong rule would differ.
+        """Verify draft tokens as usual, by `verify_sampled`, and add a number to `deviations`.
 
-        The decoder calls this function in each round, and each call adds a number to `deviations`.
-        Row 0 of `probs_NV` [N + 1, V] is the target's distribution of the round's first token.
+        The number says how much `verify_with_wrong_residual`, a rule that is wrong on purpose,
+        would change the distribution of the round's first token. The decoder calls this function in
+        each round. Row 0 of `probs_NV` [N + 1, V] is the target's distribution of the first token.
         """
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)
@@ -572,8 +577,8 @@ def find_most_telling_prompt(
         skipped = len(sequence) - num_last
         length = len(prompt.token_ids) + 1  # tokens of the sequence before the round
 
-        # Score each round by the probability of the token before it, which is at `position`. The
-        # first recorded deviation is that of the prefill, which is no round.
+        # Score each round. Its token 1, the token before the round, is at `position`. The first
+        # recorded deviation is that of the prefill, which is no round.
         for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):
             position = length - 1
             row = position - 1 - skipped
@@ -588,31 +593,35 @@ def find_most_telling_prompt(
 def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
     """Compute how much a wrong verification rule changes the distribution of a round's first token.
 
-    The rule is `verify_with_wrong_residual`. Let p [V] be the target's distribution of this token
-    and q [V] the draft's, over a vocabulary of V tokens. By the wrong rule the token has the
-    distribution min(p, q) + (1 - beta) p, where beta = sum_v min(p, q) is the probability that the
-    draft token is accepted. The result is the total variation distance between this and p, which is
-    1/2 sum_v |min(p, q) - beta p|.
+    `find_most_telling_prompt` looks for a round in which this number is large. The wrong rule is
+    `verify_with_wrong_residual`. Over a vocabulary of V tokens, let
+
+    - p [V] be the target's distribution of the round's first token, which a lossless rule keeps;
+    - a [V] be the probability that each token is drafted and accepted;
+    - beta = sum_v a be the probability that a draft token is accepted.
+
+    After a rejection, the wrong rule draws from p. So it gives the token the distribution
+    a + (1 - beta) p. The result is the total variation distance between this distribution and p,
+    which is 1/2 sum_v |a - beta p|.
 
     Args:
         proposal: the draft tokens of the round.
-        p_V: the target's distribution.
+        p_V: the target's distribution of the round's first token.
     """
     # The draft tokens at the first position: one of a chain, or the children of a tree's root.
     candidates = list_candidates(proposal, [])
     if not candidates:
         return 0.0
 
-    # Take the draft's distribution q [V]. Tokens of greedy drafting are certain, so q is 1 at each
-    # of them. Otherwise q is the distribution from which the first of the tokens was drawn. For
-    # a tree this is an approximation, because it ignores the siblings of this token.
+    # q [V] is the probability that each token is drafted. If the candidates were not drawn (greedy
+    # drafting), q is 1 at each of them, and 0 elsewhere. Otherwise the first candidate was drawn
+    # from q. For a tree this is an approximation, because it ignores the other candidates.
     if proposal.probabilities is None:
         tokens = [proposal.tokens[node] for node in candidates]
         q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)
     else:
         q_V = proposal.probabilities[candidates[0]]
 
-    # For each token of the vocabulary, min(p, q) is the probability that it is drafted and
-    # accepted.
+    # a = min(p, q): a drafted token is accepted with probability min(1, p / q).
     accepted_V = torch.minimum(p_V, q_V.to(p_V.dtype))
     return float((accepted_V - accepted_V.sum() * p_V).abs().sum() / 2)

@@ -123,8 +123,8 @@ def connect(
         raise UserError(
             key,
             got=f"{address}, which serves {identity.models[0]}",
-            expected=f"a server of {model_names[-1]} (or start it with {client.name_option}"
-            f" {model_names[0]})",
+            expected=f"a server of {model_names[-1]}; if the server has this model under another"
+            f" name, restart it with {client.name_option} {model_names[0]}",
         )
     return ConnectedServer(engine, client, server, identity, k)
 

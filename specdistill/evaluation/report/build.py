@@ -234,16 +234,17 @@ def build_theory(
 
     Args:
         row: the report's row of the whole suite.
-        costs: the costs of rounds timed at K' up to K. Only the ratios between them are used, to
-            scale the measured cost at K.
+        costs: the costs of a round at each K' up to K, timed on a few prompts or estimated. The
+            row has the cost at K over all prompts. So the cost at K' is taken as that of the row,
+            times costs[K'] / costs[K].
         passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
-        depends_on_width: whether the acceptance of a token depends on K (as for some block
-            drafters). Then acceptance is known at K only. So `curve`, the list of predictions, has
-            none for K' between 0 (plain decoding) and K.
+        depends_on_width: whether the acceptance of a token depends on how many tokens are drafted,
+            as for some block drafters. Then the acceptance at a K' below K is unknown.
 
     Returns:
-        The section `theory` of the report; None if the row lacks a number that the model needs, for
-        example because nothing was drafted.
+        The section `theory` of the report. Its predictions are in `curve`. If `depends_on_width`,
+        they are only for K' = 0 (plain decoding) and K. None if the row lacks a number that the
+        model needs, for example because nothing was drafted.
     """
     # The model needs these numbers.
     needed = (
@@ -263,11 +264,11 @@ def build_theory(
     draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
     cost = RoundCost(k, row["verify_ms"], draft_ms)
 
-    # Predict the speedup at each K' that was timed. If acceptance depends on K, it is known at K
-    # only, so no smaller K' can be predicted.
-    shorter = () if depends_on_width else costs
+    # Predict the speedup at each K' that was timed. If acceptance depends on how many tokens are
+    # drafted, it is known at K only: do not use the times of a smaller K'.
+    usable_costs = () if depends_on_width else costs
     curve = compute_speedup_curve(
-        row["emitted_per_position"], row["num_drafts"], step_ms, cost, shorter
+        row["emitted_per_position"], row["num_drafts"], step_ms, cost, usable_costs
     )
     return {
         "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], k),
@@ -276,21 +277,22 @@ def build_theory(
         "c": cost.draft_ms / k / step_ms,
         "predicted": row["predicted_speedup"],
         "best_k": select_best_point(curve)["k"],
-        "cost_deviation": compute_deviation_from_rising(shorter),
+        "cost_deviation": compute_deviation_from_rising(usable_costs),
         "curve": [{**point, "draft_passes": passes(int(point["k"]))} for point in curve],
     }
 
 
 def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) -> Numbers:
-    """Return the numbers to quote from a configuration: its acceptance length and speedup.
-
-    There are two averages of each. In the macro-average over categories, each category of prompts
-    counts the same. In the micro-average of the whole suite, each round counts the same, so a
-    category with longer completions counts more.
+    """Return the acceptance length and speedup to quote from a configuration, averaged in two ways.
 
     Args:
         rows: the rows of the configuration: one for the whole suite, then one for each category.
         records: the records of the prompts, from which the confidence intervals are computed.
+
+    Returns:
+        The macro-averages over the categories of prompts: each category counts the same. The entry
+        `micro` has the micro-averages over the whole suite: each round counts the same, so a
+        category with longer completions counts more. A number that a category lacks is left out.
     """
     # A number can be averaged over the categories only if every category has it.
     category_rows = [row for row in rows if row["category"] != ALL_PROMPTS]
@@ -380,17 +382,19 @@ def _compute_row_numbers(
 def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
     """Return the value of each metric that was measured, and its interval if the report has one.
 
-    The baseline is this package's plain decoding. If it is as fast as transformers' `generate()`,
-    the speedup over `generate()` is left out: the speedup over the baseline is then the stricter
-    number.
+    The baseline is this package's plain decoding. A baseline that is slower than transformers'
+    `generate()` makes the speedup over it look too large. Only then the speedup over `generate()`
+    is returned, too.
 
     Args:
         sums: the table of what was measured of each prompt: name -> values [P].
         seed: the seed of the bootstrap that gives the intervals.
     """
     numbers: Numbers = {}
-    # If the baseline was not compared with `generate()`, 1.0 stands for "as fast".
-    is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
+    # The baseline is slow if it has less than SLOW_BASELINE times the speed of `generate()`. If the
+    # two were not compared, it counts as fast enough.
+    speed_ratio = compute_value(METRICS["baseline_over_hf_generate"], sums)
+    is_slow = (speed_ratio or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
         # Compute the value, if everything that the metric needs was measured.
         value = compute_value(metric, sums)
@@ -420,7 +424,7 @@ def is_looping(record: PromptRecord) -> bool:
 def _list_reasons(row: Numbers) -> dict[str, str]:
     """Return why each number may be absent from a row: name of the number -> reason.
 
-    The caller uses only the reasons of numbers that the row does lack.
+    The caller uses only the reasons of the numbers that the row lacks.
 
     Args:
         row: the row of the report, with the numbers that could be computed.
@@ -428,10 +432,10 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
     Returns:
         The reasons, in words, by the name of the number.
     """
-    # Reasons for numbers that compare with transformers' `generate()`, which was timed on some
-    # prompts only. The speedup over `generate()` is absent without such prompts, and also if the
-    # baseline is as fast as `generate()`. With such prompts the row has the ratio of the two
-    # speeds, so then it is the second reason.
+    # Reasons for numbers about transformers' `generate()`, which was timed on some prompts only. If
+    # it was timed on prompts of this row, the row has `baseline_over_hf_generate`, the speed of the
+    # baseline divided by that of `generate()`. Then only the speedup over `generate()` may be
+    # absent: it is given only if the baseline is slower than `generate()`.
     untimed_reason = "none of these prompts was among those timed"
     is_generate_timed = "baseline_over_hf_generate" in row
     speedup_reason = (

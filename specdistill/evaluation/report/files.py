@@ -274,20 +274,24 @@ def list_row_metrics() -> tuple[str, ...]:
 
 @cache
 def list_document_metrics() -> tuple[str, ...]:
-    """Return the names of what a rule can test in a report outside of its rows.
+    """Return the names of the numbers in a report, outside its rows, that a gate rule can test.
 
-    These are numbers and booleans. A name is the dotted path in the report, e.g.
+    Booleans are included. A name is the dotted path of a number in the report, e.g.
     `lossless.greedy_identical`.
     """
     return tuple(_list_scalars(build_schema()))
 
 
 def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the numbers and booleans below a node of the JSON Schema.
+    """Yield the dotted paths of the numbers and booleans that a rule of the gate can test.
+
+    These are all numbers and booleans below an object of the report's JSON Schema, with two
+    exceptions: those at the top level of the report, which describe the file, and those of the
+    section `gate`, which has the verdict itself.
 
     Args:
-        node: an object of the JSON Schema, with `properties`.
-        prefix: the path of this object, with a dot at the end; empty at the top level.
+        node: the schema of the object. Its fields are in `properties`.
+        prefix: the path of the object, with a dot at the end; empty for the report itself.
     """
     for name, field in node.get("properties", {}).items():
         # A field with `$ref` is described elsewhere, under `$defs`.
@@ -295,10 +299,8 @@ def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             definition_name = field["$ref"].rpartition("/")[2]
             field = build_schema()["$defs"][definition_name]
 
-        # A rule cannot test numbers at the top level, which describe the file, nor the section
-        # `gate`, which has the verdict itself.
         if field.get("type") in SCALARS:
-            if prefix:
+            if prefix:  # not at the top level
                 yield f"{prefix}{name}"
         elif name != "gate":
             yield from _list_scalars(field, f"{prefix}{name}.")
@@ -359,9 +361,8 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
             setting: the setting that was varied, e.g. "temperature".
             name_format: the name of a row; {} stands for the value of the setting.
         """
-        # The setting `context_bucket` is the length that the prompts of a row were cut to. If they
-        # were not cut, it is "all" (ALL_PROMPTS), and there is no length to name the row by. Leave
-        # this row out.
+        # A row is named by its number in this setting. Leave out the row that has "all"
+        # (ALL_PROMPTS) in place of a number: its prompts were not cut to a length.
         return [
             (name_format.format(swept_row[setting]), swept_row)
             for swept_row in tables.sweep(report, setting)
@@ -398,8 +399,8 @@ def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
         records: the records of all prompts.
     """
     row = report["results"][0]
-    # Show the completion whose visible part has the largest number of different tokens. A completion
-    # that repeats itself would show little.
+    # Show the completion whose visible part has the largest number of different tokens. A
+    # completion that repeats itself would show little.
     varied = sorted(
         select_records(row, records),
         key=lambda record: -len(set(record.token_ids[:NUM_VISIBLE_TOKENS])),

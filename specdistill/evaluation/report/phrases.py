@@ -686,8 +686,11 @@ def _describe_proposer(settings: Settings) -> str:
     if not settings:
         return ""
 
-    # Only n-gram lookup has no other settings than these. Suffix lookup has `min` and `max`, too.
-    if not {"min", "max"} <= settings.keys() <= {"rule", "min", "max", "lookup"}:
+    # The names of the settings tell whether this is n-gram lookup. It has `min` and `max`, maybe
+    # `rule` or `lookup`, and nothing else. (Suffix lookup has `min` and `max`, and other settings.)
+    has_min_and_max = {"min", "max"} <= settings.keys()
+    is_ngram_lookup = has_min_and_max and settings.keys() <= {"min", "max", "rule", "lookup"}
+    if not is_ngram_lookup:
         return f"drafting: {_format_listed(settings)}"
 
     # The rule of llama.cpp only looks up n-grams of `max` tokens, whatever `min` is.

@@ -406,11 +406,14 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
         predicted |= dict(_model_shorter_lengths(row, report))
     measured = {row["num_speculative_tokens"]: row["speedup"] for row in rows}
 
-    # Choose the highest speedup, after reducing the predicted ones by the margin. Predictions are
-    # only as precise as the timed costs behind them. So the margin is at least the noise of these
-    # costs, `cost_deviation`: the largest share by which one of them deviates from costs that rise
-    # with K. A measured speedup replaces a predicted one.
-    margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
+    # Find the margin. A prediction is only as precise as the times of verification that it is made
+    # from. These should rise with K. `cost_deviation` is the largest relative distance of one of
+    # them from a rising curve: it shows how noisy they are. The margin is at least as large.
+    timing_noise = report.get("theory", {}).get("cost_deviation", 0.0)
+    margin = max(BETTER_K_GAIN, timing_noise)
+
+    # Choose the highest speedup, after reducing the predicted ones by the margin. A measured
+    # speedup replaces a predicted one.
     reduced = {k: speedup * (1 - margin) for k, speedup in predicted.items()}
     compared = reduced | measured
     best_k = max(compared, key=lambda k: compared[k])
@@ -428,29 +431,32 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
 def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
     """Yield (K', predicted speedup) for drafts of K' tokens, fewer than the K of a measured row.
 
-    Only the K' in the report's section `theory` are predicted, and only from a row with the same K
-    as this section.
+    The report's section `theory` says which K' can be predicted. It was made for one K, so a row
+    with another K yields nothing.
 
-    The time to verify K' tokens was not measured at this load. It is interpolated between plain
-    decoding (K' = 0) and K. The time to draft is in proportion to the draft's forward passes.
+    A row was measured at one load: a number of sequences decoded at once. How long rounds with K'
+    draft tokens take at this load is estimated. The time to verify is interpolated between a step
+    of plain decoding (K' = 0) and a round with K. The time to draft is in proportion to the draft's
+    forward passes.
 
     Args:
         row: the measured row of the report.
         report: the report.
     """
+    # The model needs the costs of the row, and the row must have the K of the section.
     theory = report.get("theory", {})
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
 
-    # The draft's forward passes in a round, for each K' above 0. A lookup has none (0). It counts
-    # as one pass, so that its time is the same for every K'.
+    # The draft's forward passes in a round, for each K' above 0. A lookup runs no model and has 0
+    # passes. It gets 1 here, so that its time is the same for every K'.
     passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
 
     # The row has the drafting time of a draft token. Convert it to that of a round.
     draft_ms_per_token = row["draft_ms"]
     draft_ms_per_round = draft_ms_per_token * row["num_draft_tokens"] / row["num_rounds"]
 
-    # Estimate the costs of rounds with up to K draft tokens, at this load.
+    # Estimate the costs of a round at the load of the row, for each K' up to K.
     k = theory["K"]
     step_ms = row["baseline_step_ms"]
     verify_ms = row["verify_ms"]
@@ -468,7 +474,7 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
     )
 
-    # For the first row of the report, the report has a curve already, from measured times.
+    # For the first row, the report has a better curve: its costs at each K' were timed.
     if row is report["results"][0]:
         curve = theory["curve"]
 

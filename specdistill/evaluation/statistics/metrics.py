@@ -187,10 +187,13 @@ class Metric:
 def _define_metric(
     formula: Callable[..., Total], better: Literal["higher", "lower"] = "higher"
 ) -> Metric:
-    """Make a metric of a formula whose parameters have the names of the sums that it reads.
+    """Make a metric from a formula; the names of its parameters say which sums it reads.
+
+    For example, `lambda num_tokens, seconds: num_tokens / seconds` reads two sums: the tokens and
+    the seconds of all prompts.
 
     Args:
-        formula: computes the metric from totals over prompts, e.g. of `num_tokens` and `seconds`.
+        formula: computes the metric from these sums.
         better: whether a higher or a lower value is better.
     """
     return Metric(tuple(inspect.signature(formula).parameters), formula, better)
@@ -343,14 +346,22 @@ def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64
 
 
 def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
-    """Return which prompts belong together when prompts are resampled, for a metric.
+    """Return which prompts are drawn together when prompts are resampled for a metric.
 
-    The prompts of a cluster (e.g. the turns of a conversation) are one unit. For a metric of time,
-    so are the prompts of a batch, which were decoded at the same time. If prompts have both a
-    cluster and a batch, only the one with fewer units is used, and a unit may split some of the
-    other kind. Merging all prompts that are linked by a cluster or a batch would avoid this, but
-    the merged units would be too large. For example, if cluster 1 is in the batches A and B, and
-    cluster 2 in B and C, all three batches would be one unit.
+    Prompts whose values are not independent must be drawn together, as one unit:
+
+    - The prompts of a cluster, e.g. the turns of a conversation.
+    - The prompts of a batch, which were decoded at the same time. This matters only if the metric
+      depends on time.
+
+    If both apply, either the clusters or the batches are the units: whichever are fewer. The others
+    are ignored. To respect both, all prompts that are linked by a cluster or a batch would have to
+    be one unit, which could be most of the suite.
+
+    Args:
+        metric: the metric.
+        sums: the table of what was measured of each prompt. Its columns `cluster` and `batch` have
+            the number of each prompt's cluster and batch. Both are optional.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.
@@ -394,15 +405,17 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
       absent for a server, which sends totals only.
 
+    A draft reaches position k if its round emits at least k tokens. (The k-th is either the draft
+    token, accepted, or the target's own token.) A stop token or the length limit may end a round
+    before k; then position k is not reached. For a server, the numbers of emitted tokens are
+    unknown, so a draft reaches k if its first k - 1 tokens are accepted.
+
     The rates are absent if nothing was drafted. A rate is None if no draft reached its position:
 
     - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
-      token was accepted. A draft reaches k if its round emits at least k tokens: the k-th one is
-      the accepted token, or the target's own in its place. So a round that a stop token or the
-      length limit ends before k does not count. For a server, which sends totals only, a draft
-      reaches k if its first k - 1 tokens are accepted.
-    - acceptance_rate_per_position [K]: the product of the conditional rates up to k, the
-      Kaplan-Meier estimate. It is accepted_per_position / num_drafts if no round was cut short.
+      token was accepted.
+    - acceptance_rate_per_position [K]: the product of the conditional rates of positions 1 to k
+      (the Kaplan-Meier estimate).
 
     Args:
         records: the records of the prompts.
@@ -422,11 +435,12 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
         "accepted_per_position": accepted_per_position,
     }
 
-    # Count the drafts that reached each position: those that accepted all earlier positions.
+    # Count the drafts that reached each position, first by the rule for a server: those whose
+    # tokens before the position were all accepted.
     reached_per_position = [len(drafts), *accepted_per_position[:-1]]
 
-    # The records of this package have every round, so rounds that were cut off can be left out. A
-    # server returns totals only.
+    # The records of this package have every round. So count the tokens that each round emitted, and
+    # from these the drafts that reached each position.
     if all(record.counts is None for record in records):
         emitted = []
         for record in records:

@@ -116,12 +116,12 @@ def compute_speedup_curve(
     """Predict acceptance length, cost and speedup for fewer draft tokens per round than measured.
 
     The measured rounds had up to K draft tokens (`cost.k`). The curve has a point for K' = 0 (plain
-    decoding), for every timed K' below K, and for K.
+    decoding), for each smaller number K' in `timed`, and for K.
 
-    Whether a draft token is accepted does not depend on the draft tokens after it. So a round with
-    K' draft tokens emits the first K' + 1 tokens of a round with K, and the same text takes more
-    rounds. Rounds in which nothing is drafted (a lookup may find nothing) take a plain step at any
-    K', so their number stays the same.
+    The draft tokens after a token do not change whether it is accepted. So with K' draft tokens, a
+    round emits the first K' + 1 of the tokens that it emits with K, or all if these are fewer. The
+    same text then takes more rounds. Some rounds draft nothing (a lookup may find nothing). They
+    are steps of plain decoding, so their number is the same for every K'.
 
     Args:
         emitted_per_position: [K + 1], how many rounds emitted at least 1, 2, …, K + 1 tokens. The
@@ -129,9 +129,8 @@ def compute_speedup_curve(
         num_drafts: the number of rounds in which something was drafted.
         step_ms: the milliseconds of a step of plain decoding.
         cost: the milliseconds of a round at K, on average over all rounds of the measurement.
-        timed: the milliseconds of rounds with K' <= K draft tokens. The measurement has rounds with
-            K only, so these were timed on a few prompts, or estimated. Only their ratios are used:
-            the cost of a drafting round at K' is that at K times timed[K'] / timed[K].
+        timed: the milliseconds of a round at K and at smaller K', timed on a few prompts or
+            estimated. Only ratios to those at K are used: they scale the costs in `cost`.
 
     Returns:
         The points of the curve, with increasing K'.

@@ -603,16 +603,15 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
     """
     for message in messages:
         for call in message.get("tool_calls", ()):
-            # If the arguments are a JSON text, a template that expects an object quotes the text
-            # again. If they are an object, a template that expects a text writes them as Python
-            # does. For some objects, such as {}, Python and JSON have the same notation: finding it
-            # in the text proves nothing.
             arguments = call["function"]["arguments"]
-            wrong = (
-                json.dumps(arguments, ensure_ascii=False)
-                if isinstance(arguments, str)
-                else repr(arguments)
-            )
+            if isinstance(arguments, str):
+                # A template that expects an object quotes the JSON text once more.
+                wrong = json.dumps(arguments, ensure_ascii=False)
+            else:
+                # A template that expects a JSON text writes the object in Python's notation.
+                wrong = repr(arguments)
+
+            # Some objects, such as {}, are written alike in Python and in JSON. These are no fault.
             if wrong in rendered and wrong != _format_arguments(arguments):
                 return True
 
@@ -642,10 +641,14 @@ def check_expressed(
         template: more arguments of the template.
     """
 
-    def render_or_none(messages: Sequence[Message], tools: Tools) -> str | None:
-        """Render a conversation without one of its parts; None if the chat template then fails.
+    def render_without_part(messages: Sequence[Message], tools: Tools) -> str | None:
+        """Render a conversation from which one part was removed; None if the template then fails.
 
-        A template that fails without the part requires the part, so it does not ignore the part.
+        The question is whether the template ignores the part. If it fails, the answer is no.
+
+        Args:
+            messages: the conversation, without the part if the part is in messages.
+            tools: the schemas of tools; None if they are the part that was removed.
         """
         try:
             return render_chat(
@@ -701,7 +704,7 @@ def check_expressed(
         text = render_chat(
             tokenizer, with_part, generation_prompt=False, where=where, tools=tools, **template
         )
-        if text == render_or_none(without_part, remaining_tools):
+        if text == render_without_part(without_part, remaining_tools):
             raise UserError(
                 where,
                 got=f"{name} which the chat template ignores",

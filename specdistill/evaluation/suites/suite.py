@@ -192,7 +192,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
         ResourceError: for a URL that cannot be read.
     """
     suite_name = "pico" if name is None and target == "pico" else name
-    path = _find_suite_file(suite_name, target, key)
+    path = _find_suite_file(suite_name, key, target)
 
     # A plain file of prompts becomes a suite whose version is the beginning of the file's hash.
     if path.suffix == ".jsonl":
@@ -255,7 +255,7 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
     """
     if name is None:
         return None
-    path = _find_suite_file(name, key=key)
+    path = _find_suite_file(name, key)
     is_here = path.suffix == ".jsonl" or not _read_header(path).prompts.startswith(REMOTE)
     return load_suite(name) if is_here else None
 
@@ -473,14 +473,15 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
     return [items[index] for index in sorted(chosen)]
 
 
-def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
+def _find_suite_file(name: str | None, key: str, target: str | None = None) -> Path:
     """Find the YAML or jsonl file of a suite, by its path or name.
 
     Args:
-        name: the path of the file, or the name of a suite under `eval/suites`; None if the user
-            gives none.
-        target: the name of the target, which the error names.
+        name: the path of the file, or the name of a suite under `eval/suites`. None: the user gave
+            no suite, and the target has no default suite. This is an error.
         key: the recipe key to name in errors.
+        target: the name of the target, for the error that it has no default suite. It is only
+            needed if `name` is None.
 
     Raises:
         UserError: if there is no such file.
@@ -490,7 +491,8 @@ def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.su
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
 
-    # There is no such file. Say which suites there are, and how to convert a CSV file.
+    # There is no such file. Say which suites there are. If none was given, name the target, because
+    # only pico has a default suite. For a CSV file, say how to convert it.
     known_suites = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known_suites)}, a suite YAML or a jsonl file"
     if not name:
@@ -897,14 +899,15 @@ def _convert_row(
     entry, kind = _find_prompt_column(entry, place)
     content = entry[kind]
 
-    # A row `user` becomes a conversation. Of a list of turns, the first one is used. A turn is a
-    # text, or already a list of messages.
+    # The column `user` has a question, or a list of several questions, of which the first is used.
+    # Convert it to a conversation, unless it is one already (a list of messages).
     if kind == "user":
         kind = "messages"
         question = content[0] if isinstance(content, list) and content else content
-        content = (
-            question if isinstance(question, list) else [{"role": "user", "content": question}]
-        )
+        if isinstance(question, list):
+            content = question
+        else:
+            content = [{"role": "user", "content": question}]
 
     # Check that the prompt and the reference are not empty.
     texts = _list_texts(kind, content)

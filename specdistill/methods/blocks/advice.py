@@ -71,7 +71,7 @@ class BlockAdvice(Advice[BlockDraft]):
         width = width or target.text.vocab_size
 
         def build(full: FrozenTarget) -> BlockDraft:
-            """Build the draft for a target at its full size, not for the tiny one."""
+            """Build the draft for the target at its full size, in the planned shape."""
             fields = {**options, **vars(shape), "aux_layers": aux_layers}
             return self.kind.draft(self.kind.config(**block_config(full, width, **fields)))
 

@@ -64,8 +64,9 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
             target: the target.
             rows: training data, by which the draft vocabulary and a mask token are chosen.
         """
-        # The draft is built with an arbitrary mask token first, because no weight depends on it.
-        # `chain_length_key`: a block must fit into the draft's sliding window, if it has one.
+        # Create a new draft, or load one. A new draft has an arbitrary mask token at first, because
+        # no weight depends on it. If the draft has a sliding window, a block must fit into it:
+        # `create_or_load` checks this for the length that the recipe states as `draft.block_size`.
         build = partial(build_block_draft, self.kind, mask_token_id=0)
         load = partial(checkpoint.load_block, self.kind)
         draft = create_or_load(

@@ -121,16 +121,17 @@ def split_blocks(
         Four integers for each chunk: its first block, the block after its last one, the first token
         of the flattened batch that any of its blocks attends to, and the token after the last one.
     """
-    # A block sees its document up to its anchor. The document begins as many positions before the
-    # anchor as the anchor's position says.
-    starts_N = anchors_N - batch["position_ids"].flatten()[anchors_N]
+    # A block sees its document up to its anchor. Find where these documents start in the flattened
+    # batch. For example, the anchor 10 with position 3 in its document: the document starts at 7.
+    position_in_document_N = batch["position_ids"].flatten()[anchors_N]
+    document_starts_N = anchors_N - position_in_document_N
 
     # A chunk sees the tokens from the start of its first document up to its last anchor.
     size = max(1, SLOTS_PER_CHUNK // block_size)
     chunks = []
     for first_block in range(0, len(anchors_N), size):
         end_block = min(first_block + size, len(anchors_N))
-        first_token = int(starts_N[first_block:end_block].min())
+        first_token = int(document_starts_N[first_block:end_block].min())
         end_token = int(anchors_N[first_block:end_block].max())
         chunks.append((first_block, end_block, first_token, end_token))
     return chunks
@@ -233,8 +234,8 @@ class BlockObjective(Objective):
             position_ids: [B, T], positions within the documents.
             anchors: where each block begins: positions [N] in the flattened rows.
             has_loss: which slots of the blocks are learned, [N, K].
-            spans: the bounds of the chunks of blocks whose attention a CPU computes one by one
-                (see `split_blocks`). A GPU does not read them.
+            spans: how the attention is split on a CPU, which computes it for a few blocks at a time
+                (see `split_blocks`). A GPU does not read this.
             features: the target's features (hidden states) at all positions.
             soft_targets: the target's distributions of the tokens that the slots predict.
             measure: whether to also fill the metrics that cost time.
@@ -314,14 +315,17 @@ class BlockObjective(Objective):
         spans: list[tuple[int, int, int, int]],
         features: Features,
     ) -> Tensor:
-        """Run the draft over all blocks at once; return the hidden states of slots that predict.
+        """Run the draft over all blocks at once, and return the hidden states of their slots.
+
+        A block is a known token (its anchor) followed by masks. Its positions are called slots.
+        K of them predict a token: all, or all but the anchor's.
 
         Args:
             ids_S: the tokens of the flattened batch.
             position_ids: [B, T], positions within the documents.
             anchors: where each block begins: positions [N] in the flattened batch.
-            spans: the bounds of the chunks of blocks whose attention a CPU computes one by one
-                (see `split_blocks`). A GPU does not read them.
+            spans: how the attention is split on a CPU, which computes it for a few blocks at a time
+                (see `split_blocks`). A GPU does not read this.
             features: the target's features at all positions.
 
         Returns:
@@ -400,15 +404,15 @@ class BlockObjective(Objective):
 def _select_targets(
     soft_targets: SoftTargets, token_R: Tensor, has_loss_R: Tensor, measure: bool, rows: slice
 ) -> tuple[TargetDistributions, Tensor, Tensor]:
-    """Select the targets of some slots: what their logits are compared with in the loss.
+    """Select what the loss compares the draft's logits with, for some of the slots.
 
-    Slots are the positions of blocks that predict a token.
+    A slot is a position of a block that predicts a token.
 
     Args:
-        soft_targets: the target's distributions at all R slots.
-        token_R: the text's tokens at the slots.
+        soft_targets: the target model's distributions of the R tokens that all slots predict.
+        token_R: these tokens, as they are in the text.
         has_loss_R: whether the tokens have a loss.
-        measure: whether acceptance is measured, which needs the target's whole vocabulary.
+        measure: whether acceptance is measured, which needs the target model's whole vocabulary.
         rows: which of the R slots to select.
 
     Returns:

@@ -52,16 +52,18 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         slots = self._run_block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Return the logits [B, W] of slot `step`, corrected by the token drafted before it.
+            """Return the logits [B, W] of slot `step` of each row's block.
 
-            `chains` calls this once for each draft token.
+            DSpark corrects them by the token that was drafted in the slot before. `chains` calls
+            this once for each draft token.
 
             Args:
                 step: the index of the slot.
-                index_B: the tokens drafted in the slot before; None in the first slot.
+                index_B: the tokens drafted in the slot before, as indices among the draft's W
+                    tokens; None in the first slot.
             """
-            # `compute_logits` returns [B, T, W] for T tokens drafted before the slot. In a chain T
-            # is 1.
+            # `compute_logits` is made for trees, in which a slot has T candidate tokens [B, T]. A
+            # chain has one token for each slot, so T is 1.
             token_B1 = None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
             return slots.compute_logits(step, token_B1)[:, 0]
 
@@ -75,24 +77,25 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         Each slot of the block gives the candidates of one level of the tree. See
         `TreeProposer.propose_tree` for the arguments.
         """
-        # Slot 0 gives the first level of the tree, and each call of `expand` reads the next slot.
+        # Slot 0 gives the first level of the tree, slot 1 the second level, and so on. Each call of
+        # `expand` reads the next slot.
         slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         next_slots = itertools.count(1)
 
         def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] after the T nodes of a level.
+            """Return the logits [B, T, W] of the tokens that may follow each of T nodes.
 
-            They are the logits of the next slot. DSpark adds a correction to them that depends on
-            the node's token; if the correction is an RNN, also on the tokens before it on the path
-            from the root. With other drafts all nodes of a level have the same logits. `grow` calls
-            this for one level after the other.
+            The nodes are one level of the tree. `grow` calls this for one level after the other.
+            The logits of the next level come from the next slot, so they are the same after all
+            nodes. Only DSpark corrects them by the token of the node. If the correction is an RNN,
+            it depends on all tokens from the root to the node.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
                 parents_BT: for each node, the index of its parent in the level before.
             """
-            # The RNN has read the tokens on the path to each new node, up to the node's parent.
-            # `compute_logits` lets it read the node's own token.
+            # Each node has its own state of the RNN. It begins with a copy of the parent's state.
+            # Then `compute_logits` lets the RNN read the node's token.
             slots.inherit_states(parents_BT)
             return slots.compute_logits(next(next_slots), self.map_to_target(index_BT))
 
@@ -161,7 +164,7 @@ class _Slots:
 
         Args:
             draft: the draft.
-            hidden_BKH: the hidden states of the slots that predict.
+            hidden_BKH: the hidden states of the K slots.
             anchor_ids_B: the anchors' tokens, which come before the first slot.
         """
         self.draft = draft
@@ -188,14 +191,18 @@ class _Slots:
             self.state_BTE = gather_nodes(self.state_BTE, parents_BT)
 
     def compute_logits(self, slot: int, token_BT: Tensor | None) -> Tensor:
-        """Return the logits [B, T, W] of a slot after each of T tokens drafted before it.
+        """Return the logits [B, T, W] of a slot, for each of T candidates in the slot before.
+
+        DSpark corrects the logits by the token in the slot before. A chain has one such token for
+        each row (T = 1). A tree has T candidates for it, the nodes of a level. Other drafts have no
+        correction, so their logits are the same for all candidates.
 
         Args:
-            slot: the index of the slot among those that predict.
-            token_BT: the tokens drafted in the slot before: one for each row, or T nodes of each
-                row's tree. None: the slot follows the anchor.
+            slot: the number of the slot, from 0 to K - 1. (All K slots predict a token.)
+            token_BT: the candidate tokens in the slot before. None for slot 0: the token before its
+                prediction is the anchor, the known token with which the block begins.
         """
-        # All T nodes of a level share the slot's logits and hidden state.
+        # Take the logits and the hidden state of the slot for all T candidates.
         draft = self.draft
         previous_BT = self.previous_B1 if token_BT is None else token_BT
         num_nodes = previous_BT.shape[1]
@@ -204,7 +211,7 @@ class _Slots:
         if draft.markov_head is None:
             return logits_BTW
 
-        # Add the correction, which depends on the token before, and keep its state for the next
+        # Add the correction by the token before. It may be an RNN, so keep its state for the next
         # slot.
         assert self.state_BTE is not None
         correction_BTE, _, self.state_BTE = draft.markov_head.step(

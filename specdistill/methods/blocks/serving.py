@@ -113,7 +113,8 @@ def build_vllm_loader(
 def build_speculators_layout(kind: str, architecture: str) -> Layout:
     """Describe the folder of a block drafter in the layout of the speculators library.
 
-    Such a folder also names the target and the number of draft tokens, which vLLM reads from it.
+    Its config.json is converted from that of the method's authors, who use another layout. It also
+    names the target and the number of draft tokens, which vLLM reads from it.
 
     Args:
         kind: the `speculators_model_type` of the method.
@@ -121,19 +122,23 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
     """
 
     def config(export: HeadExport) -> dict[str, object]:
-        """Return the config.json: the method's keys at the top level, those of layers nested."""
-        # In spite of its name, `export.llama` is the whole config.json in the layout of the
-        # method's authors (see `write_block_config`). It has the method's keys twice: at its top
-        # level and in `dflash_config`. Speculators has keys of its own for causality and for the
-        # target layers that the draft reads, which are added below.
+        """Return the config.json: the method's keys at the top level, those of layers in a section.
+
+        It is converted from the config.json of the method's authors.
+        """
+        # For a block drafter, `export.llama` is the authors' config.json (`write_block_config`).
         authors_config = export.llama
+
+        # The section `dflash_config` has the method's keys. Leave out causality and the target
+        # layers that the draft reads: speculators has other keys for these, which are added below.
         method_keys = {
             name: value
             for name, value in authors_config[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
-        # The other keys at the top level describe the draft's layers. `is_causal` is one of them,
-        # because it was left out of `method_keys`; `read_block_config` finds it here.
+
+        # All other keys go into the section of the layers. `is_causal` is one of them, and
+        # `read_block_config` reads it there.
         layers = {
             name: value
             for name, value in authors_config.items()
@@ -143,7 +148,7 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
             **build_speculators_config(export, kind, architecture, layers),
             **method_keys,
             "aux_hidden_state_layer_ids": list(export.head.aux_layers),
-            # vLLM uses this key also for the causality of layers without a window.
+            # In spite of its name, vLLM reads this key for layers without a window, too.
             "sliding_window_non_causal": not export.head.is_causal,
         }
 

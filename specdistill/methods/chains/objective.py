@@ -123,9 +123,10 @@ class UnrollKVCache:
         Returns:
             The attention output [B, N, T, e].
         """
-        # The list has two tensors for each earlier step, so this is step k = len(steps) // 2. It
-        # stands at position root + k. Of a window that ends there, the last k positions belong to
-        # its own chain, and the others to step 0.
+        # The list has two tensors, key and value, of each step before this one: of the steps 0 to
+        # k - 1. So len(steps) // 2 is k.
+        # In a window, the k latest positions are the steps 1 to k of the query's own chain. The
+        # rest of the window is left for the keys of step 0.
         steps = self.steps[layer]
         window = None if self.window is None else self.window - len(steps) // 2
         assert window is None or window > 0
@@ -163,10 +164,15 @@ class ChainAttention(torch.autograd.Function):
         window: int | None,
         *steps: Tensor,
     ) -> Tensor:
-        """Compute the attention of one step of the unroll, for all S chains at once.
+        """Compute the attention of one step k of the unroll, for all positions at once.
 
-        A kernel attends to step 0. The keys of the chain's own later steps are merged into its
-        result, as if one softmax had run over all keys. The equations are at the top of this file.
+        The unroll runs draft steps 0, 1, … from every position of the batch. The steps from one
+        position, the root, are a chain, so S positions have S chains. The query of a chain sees the
+        keys of step 0 at positions up to its root. It also sees the keys of the steps 1 to k of its
+        own chain.
+
+        A kernel attends to step 0. The chain's own keys are merged into its result, as if one
+        softmax had run over all keys. The equations are at the top of this file.
 
         Args:
             ctx: keeps tensors for `backward`.
@@ -179,17 +185,20 @@ class ChainAttention(torch.autograd.Function):
         Returns:
             The attention output [S, N, e].
         """
-        # Attend to step 0 with the kernel: its output o_0 and log-sum-exp L_0.
+        # `steps` has key and value of each step in turn. Separate step 0 from the later steps.
         key, value, *chain = steps
+        chain_keys = chain[::2]
+        chain_values = chain[1::2]
+
+        # Attend to step 0 with the kernel: its output o_0 and log-sum-exp L_0.
         root_output, root_lse_NS = attend_packed(
             query, key, value, cumulative_lengths, longest, window
         )
 
-        # Compute the scores s_j of the chain's own keys, one for each root and head. `chain` holds
-        # key and value of each step in turn.
+        # Compute the scores s_j of the chain's own keys, one for each root and head.
         q = _group_heads(query, key)
         o_0 = _group_heads(root_output, key)
-        scores = [(q * k.unsqueeze(2)).sum(-1) * query.shape[-1] ** -0.5 for k in chain[::2]]
+        scores = [(q * k.unsqueeze(2)).sum(-1) * query.shape[-1] ** -0.5 for k in chain_keys]
 
         # Merge o_0 and the chain's values v_j by one softmax: L is the log-sum-exp of L_0 and the
         # scores, the weights are exp(score - L), and o is the weighted sum.
@@ -197,7 +206,7 @@ class ChainAttention(torch.autograd.Function):
         lse_SGn = scores_SGn.logsumexp(0)
         weights = (scores_SGn - lse_SGn).exp().unsqueeze(-1)
         o = weights[0] * o_0
-        for p, v in zip(weights[1:], chain[1::2], strict=True):
+        for p, v in zip(weights[1:], chain_values, strict=True):
             o = o + p * v.unsqueeze(2)
         output = o.flatten(1, 2).to(query.dtype)
 
@@ -213,8 +222,9 @@ class ChainAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of query, keys and values.
 
-        `forward` merged two parts with a joint softmax: the attention to step 0, which a kernel
-        computes, and the keys and values of the chain's own later steps.
+        A query sees keys of step 0, and the keys of the later steps 1 to k of its own chain.
+        `forward` has two parts for these, which share one softmax over all keys. A kernel attends
+        to step 0, and the later steps are merged into its result.
 
         Args:
             ctx: what `forward` kept.
@@ -224,27 +234,34 @@ class ChainAttention(torch.autograd.Function):
             The gradient of each argument of `forward`: None for those that are no floating-point
             tensors.
         """
-        # The kernel's own backward pass gives the gradients of the attention to step 0. It gets the
-        # joint output and log-sum-exp, so that it uses the weights of the joint softmax.
+        # `key` and `value` are those of step 0. `chain` has key and value of each later step in
+        # turn. `weights` has the softmax weight of step 0 as a whole, then one for each later step.
         query, cumulative_lengths, output, lse_NS, weights, key, value, *chain = ctx.saved_tensors
+        chain_weights = weights[1:]
+        chain_keys = chain[::2]
+        chain_values = chain[1::2]
+
+        # The kernel's own backward pass gives the gradients of the attention to step 0. It gets the
+        # output and the log-sum-exp over all keys, so that it uses the weights of this softmax.
         dq_SNd, dk_SGd, dv_SGe = attend_packed_backward(
             grad, query, key, value, output, lse_NS, cumulative_lengths, ctx.longest, ctx.window
         )
 
-        # Add the gradients of the chain's own steps j: ds_j = p_j (do v_j - do o), from which
-        # follow dq += ds_j k_j, dk_j = ds_j q and dv_j = p_j do. A key or value is shared by n
-        # query heads, so its gradient is summed over them.
+        # Add the gradients of the later steps. Each has a weight p, a key k and a value v, and its
+        # score is s = scale q k. `do` is the gradient of the output o. The softmax gives
+        # ds = p (do v - do o). A key or value is shared by n query heads, so its gradient is summed
+        # over them.
+        scale = query.shape[-1] ** -0.5
         step_grads = [dk_SGd, dv_SGe]
-        q, g, dq = (_group_heads(x, key) for x in (query, grad, dq_SNd))
-        row_sums = (g * _group_heads(output, key)).sum(-1, keepdim=True)
-        for p, k, v in zip(weights[1:], chain[::2], chain[1::2], strict=True):
-            ds = (
-                p
-                * ((g * v.unsqueeze(2)).sum(-1, keepdim=True) - row_sums)
-                * query.shape[-1] ** -0.5
-            )
-            dq = dq + ds * k.unsqueeze(2)
-            step_grads += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
+        q, do, o, dq = (_group_heads(x, key) for x in (query, grad, output, dq_SNd))
+        do_o = (do * o).sum(-1, keepdim=True)
+        for p, k, v in zip(chain_weights, chain_keys, chain_values, strict=True):
+            do_v = (do * v.unsqueeze(2)).sum(-1, keepdim=True)
+            ds_scaled = p * (do_v - do_o) * scale
+            dq = dq + ds_scaled * k.unsqueeze(2)
+            dk = (ds_scaled * q).sum(2)
+            dv = (p * do).sum(2)
+            step_grads += [dk.to(k.dtype), dv.to(v.dtype)]
 
         # Lengths, longest and window have no gradient.
         return dq.flatten(1, 2).to(query.dtype), None, None, None, *step_grads
@@ -411,10 +428,12 @@ class TrainingTimeTest(Objective):
 def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor) -> Tensor:
     """Reorder values of loss tokens by the position at which their chain of draft steps starts.
 
-    Step k predicts the token 2 + k positions after the start of its chain (the root). So the values
-    of one chain end up in one column. In step k, a token has no loss if fewer than 2 + k tokens of
-    its document are before it, and its value must then be 0: its root may be before the first
-    position of the batch, and the value is then added to position 0.
+    Every position is the root of a chain: a number of draft steps in a row. Step k of the chain
+    predicts the token 2 + k positions after the root. So the value of a loss token in step k moves
+    to the position 2 + k before the token, and the values of one chain end up in one column.
+
+    The root may not exist, if the token is near the start of its document. The token then has no
+    loss in this step, and its value must be 0, because it is added to an unrelated position.
 
     Args:
         loss_positions: [R], positions of the loss tokens in the flattened rows.
@@ -425,5 +444,6 @@ def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor
         [K, S]: the values by step and root; 0 where there is no loss token.
     """
     num_steps = len(values_KR)
+    # A root before the batch becomes position 0.
     roots_KR = torch.stack([loss_positions - 2 - k for k in range(num_steps)]).clamp_min(0)
     return values_KR.new_zeros(num_steps, num_positions).scatter_add(1, roots_KR, values_KR)

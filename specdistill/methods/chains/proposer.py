@@ -166,8 +166,9 @@ class HeadProposer(FeatureProposer[Head]):
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
                 counts = [1] * len(counts)
-            # A round adds at most 1 + k tokens: k accepted ones and the target's own. After rounds
-            # in which a lookup proposed, there may be more, which are read without a graph.
+            # Compiled passes read at most 1 + k tokens. That is the most that a round adds: k
+            # accepted ones and the target's own. If a lookup proposed in the rounds before, there
+            # may be more; then the first pass runs uncompiled.
             logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, width=1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW
@@ -223,19 +224,24 @@ class HeadProposer(FeatureProposer[Head]):
     ) -> tuple[Tensor, Tensor]:
         """Run the head once; return logits and hidden state after the last position of each row.
 
+        If compiling is enabled, there are two compiled graphs: one reads a single token, the other
+        up to `width` tokens. Passes over more tokens, and over prompts, run uncompiled.
+
         Args:
             next_ids_BT: the token after each position [B, T].
             hidden_BTH: the hidden states that the head reads [B, T, H].
             counts: how many of the T positions are valid in each row.
-            width: the number of tokens of the larger compiled graph; the other graph reads one
-                token. 0: run without compiled graphs, as for a prompt.
+            width: the most tokens that a compiled pass reads; 0: run uncompiled.
 
         Returns:
             Logits [B, W] over the draft's W tokens, and the next hidden states [B, H].
         """
-        # Use a graph if one fits. The first pass after `begin` reads a prompt, whose length varies.
-        if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
-            graph_width = 1 if max(counts) == 1 else width
+        # Use a graph if the tokens fit into it. If the cache is still empty, this pass reads the
+        # prompt, which is left out because its length varies.
+        num_tokens = max(counts)
+        is_prompt = self.cache.lengths == [0]
+        if self._graph is not None and not is_prompt and num_tokens <= width:
+            graph_width = 1 if num_tokens == 1 else width
             return self._graph.read(next_ids_BT, hidden_BTH, graph_width)
 
         # Rows with fewer positions than the longest are padded on the right.
@@ -251,11 +257,12 @@ class HeadProposer(FeatureProposer[Head]):
             state: the sequences so far, with the target's features at the F new positions.
 
         Returns:
-            The token after each position [B, F], the hidden states [B, F, H], and the number of
-            tokens of each row that the target has read.
+            The token after each position [B, F]; the hidden states [B, F, H]; and for each row, the
+            number of positions that the target has read (`num_committed`).
         """
-        # At position t a head reads the target's features at t and the next token x_{t+1}. The
-        # target has read all tokens but the last, so the next tokens are the last ones of each row.
+        # At a position, a head reads the target's features there, and the token after it. For
+        # example, a row has the tokens 1 to 10. The target has read 1 to 9, of which 7 to 9 are
+        # new. The tokens after these are 8 to 10: the last three of the row.
         counts = state.num_fresh
         num_committed = self.count_committed(state)
         next_ids = pad_rows(

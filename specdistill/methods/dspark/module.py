@@ -51,8 +51,8 @@ class DSparkConfig(BlockConfig):
 class MarkovHead(nn.Module):
     """The correction of a slot's logits by the token before the slot, of rank E.
 
-    The first results of `step` and `forward` have width E. Their products with markov_w2 [W, E] are
-    added to the logits.
+    A slot is a position of the drafted block. `step` and `forward` compute a correction of width E.
+    The caller multiplies it by markov_w2 [W, E] and adds the product to the logits.
     """
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -73,33 +73,30 @@ class MarkovHead(nn.Module):
     def initialize_from_target(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
         """Initialize the correction from the target, so that it changes no logits at first.
 
-        A slot's logits are corrected by adding W2 c. With x the token before the slot:
-
-            vanilla     c = W1[x]
-            gated       c = g * W1[x], with a gate g between 0 and 1
-            rnn         c = tanh(o), where o is a part of the output of `joint_proj`
-
-        W1, of width E, gets the target's embedding, projected to the E directions that matter most
-        for the target's LM head.
+        The correction adds `markov_w2` c to the logits of a slot. The vector c of E numbers comes
+        from `markov_w1`, the embedding of the token before the slot. It is this embedding itself
+        (vanilla), a gate times the embedding (gated), or the output of an rnn that reads it.
 
         Args:
             embedding_VH: [V, H], the target's embedding.
             head_WH: [W, H], the rows of the target's LM head for the draft's W tokens.
         """
         # The first E right singular vectors of the head are the directions of hidden states that
-        # change the logits most. W1 gets the target's embedding in these directions, scaled to a
-        # root mean square of 1. If the head has fewer than E directions, the other columns of W1
-        # stay random.
-        width = min(self.markov_w1.embedding_dim, *head_WH.shape)
+        # change the logits most. `markov_w1` gets the target's embedding in these directions,
+        # scaled to a root mean square of 1. If the head has fewer than E directions, the other
+        # columns stay random.
+        rank = self.markov_w1.embedding_dim
+        width = min(rank, *head_WH.shape)
         directions_HE = torch.linalg.svd(head_WH.float(), full_matrices=False).Vh[:width].T
         embedded_VE = embedding_VH.float() @ directions_HE
         self.markov_w1.weight[:, :width] = embedded_VE / embedded_VE.square().mean().sqrt()
 
-        # Start with W2 c = 0: for the rnn o is 0, for the other kinds W2 is 0. The other factor of
-        # the product is not 0, so that the one that is 0 gets a gradient.
+        # Make the product of `markov_w2` and c zero by making one of the two zero. The other must
+        # not be zero, because the first would then get no gradient.
         if self.kind == "rnn":
+            # c is the tanh of the last E outputs of `joint_proj`. Make these outputs zero.
             self.markov_w2.weight[:, :width] = head_WH.float() @ directions_HE
-            self.joint_proj.weight[-self.markov_w1.embedding_dim :] = 0  # the rows of o
+            self.joint_proj.weight[-rank:] = 0
             self.joint_proj.bias.zero_()
         else:
             self.markov_w2.weight.zero_()
@@ -143,17 +140,21 @@ class MarkovHead(nn.Module):
         return correction_BE, embedded, next_state_BE
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the corrections of K slots of N blocks in training, where every token is known.
+        """Compute the corrections of all slots in training, where every token is known.
+
+        A slot is a position of a block at which the draft predicts a token. Its correction changes
+        the logits of this prediction: the caller multiplies it by markov_w2, and adds the product.
 
         Args:
-            hidden_NKH: [N, K, H], the slots' hidden states.
-            previous_ids_NK: [N, K], the tokens before the slots.
+            hidden_NKH: [N, K, H], the hidden states of the K slots of N blocks.
+            previous_ids_NK: [N, K], the token before each slot.
 
         Returns:
-            The corrections, which the caller multiplies by markov_w2 and adds to the logits, and
-            the embeddings of the tokens before. Each is [N, K, E].
+            The corrections, and the embeddings of the tokens before the slots. Each is [N, K, E],
+            where E is the rank of the correction.
         """
-        # Go through the slots in order, because the rnn's state passes from slot to slot.
+        # Go through the slots in order. A correction of kind rnn depends on a state, which each
+        # slot passes on to the next; the other kinds leave the state as it is.
         state_NE = self.start(hidden_NKH)
         outputs_by_slot = []
         for hidden_NH, previous_N in zip(
@@ -182,8 +183,9 @@ class ConfidenceHead(nn.Module):
         """Estimate the chance that each draft token is accepted.
 
         Args:
-            hidden: [..., H], hidden states of the slots.
-            embedded: [..., E], embeddings of the tokens before the slots.
+            hidden: [..., H], the hidden states from which the draft tokens are predicted.
+            embedded: [..., E], the embeddings of the tokens before the draft tokens. Only read if
+                `with_markov` is true (`confidence_head_with_markov` in the config).
 
         Returns:
             The logits of the chances, of the shape of `hidden` without its last axis. The sigmoid

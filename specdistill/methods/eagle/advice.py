@@ -42,16 +42,20 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
 
         See `Advice.plan_draft` for the arguments.
         """
-        # Build a head for a tiny target first, to see whether this model class can have one.
+        # Build a head for a tiny model of the target's class first, to see whether this class can
+        # have one.
         target.build_on_tiny_target(build_eagle)
         shape = sizes.plan_shape(target, draft_info, settings)
 
-        def build(full: FrozenTarget) -> EagleDraft:
-            """Build the head for a target at its full size, not for the tiny one."""
+        def build(full_size_target: FrozenTarget) -> EagleDraft:
+            """Build the head for the target at its full size."""
             draft = EagleDraft(
-                EagleConfig(**plan_head_shape(full, **vars(shape)), logit_scale=full.logits.scale)
+                EagleConfig(
+                    **plan_head_shape(full_size_target, **vars(shape)),
+                    logit_scale=full_size_target.logits.scale,
+                )
             )
-            draft.copy_from_target(full)
+            draft.copy_from_target(full_size_target)
             return draft
 
         # Build the head without weights, and count its parameters.

@@ -46,11 +46,17 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         return is_chain_draft(names) and is_eagle
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether config.json or tensor names claim that a folder holds an EAGLE-1 head."""
+        """Return whether a folder seems to hold an EAGLE-1 head.
+
+        Its config.json names the architecture of such a head, or its tensors have the usual names.
+        """
         architectures = set(config.get("architectures") or [])
+        has_architecture = bool(architectures & ARCHITECTURES)
         # Unlike whole models and EAGLE-3 heads, EAGLE-1 heads have no final norm.
-        has_names = QUERY in names and "norm.weight" not in names
-        return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
+        has_usual_names = QUERY in names and "norm.weight" not in names
+        # `is_chain_draft` is False for drafts that predict all tokens in one pass (P-EAGLE and
+        # DFlash). A head predicts one token per pass.
+        return is_chain_draft(names) and (has_architecture or has_usual_names)
 
     def create(self, recipe: EagleRecipe, target: FrozenTarget, rows: Dataset) -> EagleDraft:
         """Create the head that a recipe describes: a new one, or the trained one of `draft.init`.

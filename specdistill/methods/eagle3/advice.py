@@ -58,7 +58,8 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
 
         See `Advice.plan_draft` for the arguments.
         """
-        # Build a head for a tiny target first, to see whether this model class can have one.
+        # Build a head for a tiny model of the target's class first, to see whether this class can
+        # have one.
         target.build_on_tiny_target(build_eagle3)
         vocabulary = target.text.vocab_size
         shape = sizes.plan_shape(target, draft_info, settings)
@@ -75,10 +76,10 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         else:
             width = min(vocabulary, sizes.DRAFT_VOCABULARY)
 
-        def build(full: FrozenTarget) -> Eagle3Draft:
-            """Build the head for a target at its full size, not for the tiny one."""
+        def build(full_size_target: FrozenTarget) -> Eagle3Draft:
+            """Build the head for the target at its full size."""
             return Eagle3Draft(
-                build_eagle3_config(full, width, aux_layers=aux_layers, **vars(shape))
+                build_eagle3_config(full_size_target, width, aux_layers=aux_layers, **vars(shape))
             )
 
         # Build the head without weights, and count its parameters.

@@ -220,18 +220,20 @@ def export_eagle3(
 
 
 def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, object]:
-    """Return the config.json of a head in the layout that SpecForge and SGLang share.
+    """Return the content of a head's config.json, in the layout that SpecForge and SGLang share.
 
     In addition it states the target's number of layers.
     """
-    # `build_head_config` also writes exports for engines. Here it needs neither the target nor the
-    # number of draft tokens.
+    # `HeadExport` also has fields for the target and the number of draft tokens, but
+    # `build_head_config` does not read them.
     head = HeadExport(
         checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )
-    keys = build_head_config(head, *NORMS, "norm_before_residual", aux_layers=format_eagle_config)
-    # Keys that come later win: for other layers than the default, `keys` has an `eagle_config` that
-    # lists the layers.
+    switches = (*NORMS, "norm_before_residual")  # fields of `config` that are keys, too
+    # If the head does not read the default layers of the target, `format_eagle_config` adds a
+    # section `eagle_config` that lists its layers. It replaces the `eagle_config` below, because
+    # keys that come later win.
+    keys = build_head_config(head, *switches, aux_layers=format_eagle_config)
     return {
         "eagle_config": {"use_aux_hidden_state": True},
         **keys,

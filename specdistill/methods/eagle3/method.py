@@ -48,10 +48,17 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         return is_chain_draft(names) and any(needed <= names for needed in TENSORS)
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether config.json or tensor names claim that a folder holds an EAGLE-3 head."""
+        """Return whether a folder seems to hold an EAGLE-3 head.
+
+        Its config.json names the architecture of such a head, or its tensors have the usual names.
+        """
         architectures = set(config.get("architectures") or [])
-        has_names = any(name.startswith("midlayer.") for name in names)
-        return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
+        has_architecture = bool(architectures & ARCHITECTURES)
+        # Many projects call the first layer of an EAGLE-3 head `midlayer`.
+        has_usual_names = any(name.startswith("midlayer.") for name in names)
+        # `is_chain_draft` is False for drafts that predict all tokens in one pass (P-EAGLE and
+        # DFlash). A head predicts one token per pass.
+        return is_chain_draft(names) and (has_architecture or has_usual_names)
 
     def create(self, recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Eagle3Draft:
         """Create the head that a recipe describes: a new one, or the trained one of `draft.init`.
@@ -61,11 +68,12 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         head = create_or_load(
             recipe, target, build_eagle3, load_eagle3, chain_length_key="ttt_steps", rows=rows
         )
-        # Freeze the LM head if the recipe says so. Its weights must be useful already: those of a
-        # trained head, or copied from the target. A new head of another width than the target
-        # (`owns_embedding`) cannot copy them.
+        # Freeze the LM head if the recipe says so. This makes sense only if its weights are useful
+        # already. The LM head of `draft.init` is trained. That of a new head is a copy of the
+        # target's if both are equally wide, and random otherwise.
         if not recipe.draft.train_head:
-            if not recipe.draft.init and head.config.owns_embedding:
+            is_as_wide = head.config.hidden_size == head.config.target_hidden_size
+            if not recipe.draft.init and not is_as_wide:
                 raise UserError(
                     "draft.train_head",
                     got=(

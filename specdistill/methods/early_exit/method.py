@@ -140,10 +140,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         name: Path | str,
         **options: object,
     ) -> None:
-        """Check an exit's config.json and the shapes of its tensors; see `Method.check`.
-
-        Returns None, because only heads have a shape that the caller compares further.
-        """
+        """Check an exit's config.json and the shapes of its tensors; see `Method.check`."""
         check_exit(folder, tensors, target, key=key, name=name)
 
 

@@ -47,8 +47,8 @@ class SplitTarget(CachedTarget):
         if target.is_recurrent:
             raise UserError("target.model", got=f"{what} with recurrent layers", expected=EXPECTED)
         with convert_errors(CLASS_ERRORS, "target.model", what, EXPECTED):
-            self._lower = select_layers(target, 0, exit_layer)
-            self._upper = select_layers(target, exit_layer, target.num_layers)
+            self._first_layers = select_layers(target, 0, exit_layer)
+            self._later_layers = select_layers(target, exit_layer, target.num_layers)
             matches_one_pass = self._matches_one_pass()
         if not matches_one_pass:
             raise UserError(
@@ -77,7 +77,7 @@ class SplitTarget(CachedTarget):
         Returns:
             The hidden states [1, T, D] after the first layers.
         """
-        state: Tensor = self._lower(
+        state: Tensor = self._first_layers(
             input_ids=ids_1T, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
         self._states.append(state)
@@ -103,15 +103,16 @@ class SplitTarget(CachedTarget):
         state = torch.cat(self._states, dim=1)
         self._states = []
 
-        # The model asks layer 1 of its KV cache how many tokens came before this pass. But the
-        # first E = `exit_layer` layers have cached the tokens of this pass already, so their number
-        # is too high. Layer E + 1 has the right one. So use a copy of the cache in which that
-        # layer's entry stands in all of the first E places. The later layers keep their places.
-        upper_cache = copy.copy(self.cache)
-        upper_layers = self.cache.layers[self.exit_layer :]
-        upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
+        # The KV cache has one entry per layer. The model reads from the first entries how many
+        # tokens came before this pass. But the entries of the first layers hold the tokens of this
+        # pass already, and would give too many. An entry of a later layer has the right number. So
+        # replace the entries of the first layers by it, in a copy of the cache:
+        # [first 1, first 2, later 1, later 2] -> [later 1, later 1, later 1, later 2].
+        later_cache = copy.copy(self.cache)
+        later_entries = self.cache.layers[self.exit_layer :]
+        later_cache.layers = [later_entries[0]] * self.exit_layer + later_entries
 
-        # The later layers start from the states after layer E, not from embeddings.
+        # The later layers start from the hidden states after the first layers, not from embeddings.
         def enter(
             _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> tuple[object, dict[str, object]]:
@@ -125,7 +126,9 @@ class SplitTarget(CachedTarget):
             return args, {**kwargs, "hidden_states": state}
 
         with self.target.layers[self.exit_layer].register_forward_pre_hook(enter, with_kwargs=True):
-            output = self._upper(input_ids=ids_1T, past_key_values=upper_cache, use_cache=True)
+            output = self._later_layers(
+                input_ids=ids_1T, past_key_values=later_cache, use_cache=True
+            )
         return Features((), output.last_hidden_state)
 
     @torch.inference_mode()
@@ -134,25 +137,28 @@ class SplitTarget(CachedTarget):
 
         The test reads a short sequence, in which draft tokens are rejected.
         """
-        # Draft: take the root, which is the last token of the sequence, and a draft token through
-        # the first layers. The draft token will be rejected, the root will not.
+        # Draft: take the last token of the sequence (the root) and a draft token through the first
+        # layers.
         root, draft_token = REJECTED_TOKENS
         self.begin([PROMPT])
         for token in (root, draft_token):
             self.advance(torch.tensor([[token]], device=self.target.device))
 
-        # Verify these two and two more draft tokens, which the first layers have not seen. Any
-        # tokens will do for the latter; NEXT_TOKENS are at hand.
-        self.read([[root, draft_token, *NEXT_TOKENS]])
+        # Verify: read both in the later layers, and with them two more draft tokens, which must
+        # first go through the first layers. Any two tokens will do.
+        unseen_tokens = NEXT_TOKENS
+        self.read([[root, draft_token, *unseen_tokens]])
 
-        # Reject all three draft tokens: `keep` gets the indices of those that are accepted in each
-        # row, and always keeps the root. Then read the token that follows the root in NEXT_TOKENS,
-        # which begins with the same root.
+        # Reject all three draft tokens. `keep` gets the indices of the accepted ones, here none,
+        # and keeps the root. The sequence is now the prompt and the root.
         self.keep([[]])
-        _, features = self.read([NEXT_TOKENS[1:]])
+
+        # Read one token more. (NEXT_TOKENS holds the root and the token after it.)
+        next_token = NEXT_TOKENS[1]
+        _, features = self.read([[next_token]])
 
         # Compare the last hidden state with that of one ordinary pass over the same sequence.
-        _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
+        _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, root, next_token]])
         return reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:])
 
 

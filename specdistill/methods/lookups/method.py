@@ -37,7 +37,8 @@ class Lookup(Protocol):
         """Return up to k draft tokens for a sequence; none if nothing is found.
 
         Args:
-            text: the sequence. It begins with the text of the call before.
+            text: the tokens of the whole sequence so far. Each call passes the tokens of the call
+                before and the new ones after them, so a lookup need only index the new ones.
             k: the most draft tokens.
         """
 

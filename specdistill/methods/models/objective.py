@@ -17,7 +17,7 @@ the draft generates the rest.
 """
 
 import random
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -128,17 +128,19 @@ class Distillation(Objective):
         calls this method for `train.activation_checkpointing`. Its name in earlier versions of
         transformers is `gradient_checkpointing_enable`.
         """
-        # While `forward` runs, the attention of some models is replaced by one that keeps the
-        # documents of a row apart by their lengths. `packed_configs` has the configs of such a
-        # model, and is empty for others. PyTorch computes the layers again outside `forward`, so
-        # the attention must be replaced there too. PyTorch enters the first context of `context_fn`
-        # in the forward pass, where `forward` has replaced the attention already, and the second
-        # when the layers are computed again. It accepts `context_fn` only without reentrant
-        # checkpointing.
-        attention_settings = {
-            "use_reentrant": False,
-            "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
-        }
+
+        def make_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            """Return the contexts of a layer's forward pass and of its recomputation.
+
+            While `forward` runs, it replaces the attention of some models (see `packed_configs`,
+            which is empty for other models). The recomputation comes after `forward`, in the
+            backward pass, so it must replace the attention again.
+            """
+            return nullcontext(), replace_attention(self.packed_configs)
+
+        # PyTorch calls `context_fn` for the two contexts. It accepts the function only without
+        # reentrant checkpointing.
+        attention_settings = {"use_reentrant": False, "context_fn": make_contexts}
         self.draft.activation_checkpointing_enable(
             {**(activation_checkpointing_kwargs or {}), **attention_settings}, **options
         )
@@ -234,10 +236,10 @@ class Distillation(Objective):
         """
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
-            """Return the next tokens after a chunk of the R states, and the target's distributions.
+            """Return what the logits of some rows are compared with.
 
-            The slice `rows` selects the chunk. In training with hard labels the distributions are
-            None.
+            These are the next token after each row, and the target's distributions, which are None
+            in training with hard labels. `rows` is a slice of the rows of `rows_RH`.
             """
             distributions = None
             if soft_targets is not None:
@@ -262,19 +264,19 @@ class Distillation(Objective):
         `compute_head_loss` calls this function for each chunk.
 
         Args:
-            logits_rV: [r, V], the draft's logits over the vocabulary.
+            logits_rV: [r, V], the draft's logits over the V tokens of the vocabulary.
             targets: the next tokens [r] of the training sequences, and the target's distributions
-                (None for hard labels in training).
+                at temperature 1 (None for hard labels in training).
             k: the drafted position, which this method does not need.
         """
         next_r, soft = targets
         if self.labels == "hard":
             losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
         else:
-            # The soft targets p are at temperature 1. The W tokens that they are over are the whole
-            # vocabulary here (W = V). To bring them to the loss's temperature, raise them to
-            # 1 / temperature and normalise them again. The clamp avoids log(0).
+            # A draft model can propose all V tokens, so the probabilities are those of all tokens.
             probs_rV = soft.probs_rW
+            # To bring them from temperature 1 to the temperature of the loss, raise them to
+            # 1 / temperature and normalise them again. The clamp avoids log(0).
             if self.temperature != 1.0:
                 probs_rV = (
                     probs_rV.clamp_min(torch.finfo(torch.float32).tiny)

@@ -176,7 +176,10 @@ class DraftText:
     def _encode_untranslated(self, vocabulary: SharedVocabulary) -> None:
         """Encode the target tokens in `_untranslated`, and put the result at the end of `ids`.
 
-        The first `_num_final` ids are final. The ids after them are replaced.
+        These are the last tokens that were read. The draft's vocabulary lacks them, so their text
+        is encoded, all of it together. If the next token is lacking, too, it joins them, and the
+        encoding may change. So each call replaces what the call before has put after the first
+        `_num_final` ids.
         """
         self.ids[self._num_final :] = (
             vocabulary.encode_for_draft(self._untranslated) if self._untranslated else []
@@ -296,32 +299,37 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         # Find the tokens that each row must be fed, and its number of draft steps. A model with a
         # mask token computes the logits [B, K, W] of all K steps in one pass (W: tokens that draft
         # and target share). For other models `logits_BKW` is None.
-        feeds, steps = self._read_new_tokens(state, k)
-        counts = [len(feed) for feed in feeds]
-        next_ids = pad_rows(feeds, self.draft.device)
+        feeds, steps = self._begin_round(state, k)
+        feeds_BT = pad_rows(feeds, self.draft.device)
         logits_BKW = self._draft_in_one_pass(feeds, steps)
         fed: list[Tensor] = []  # the draft tokens [B] that were fed, step by step
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Feed the tokens of the last draft step, and return the logits [B, W] after them.
+            """Return the logits [B, W] of one draft step.
+
+            A model with a mask token has computed them already. Another model is fed the tokens of
+            the step before.
 
             Args:
                 step: the number of the draft step.
-                index_B: [B], the tokens drafted last, as indices into the W shared tokens. None in
-                    the first step, which feeds the new tokens of the sequences.
+                index_B: [B], the tokens that the step before drafted, as indices into the W tokens
+                    that draft and target share. None in the first step.
             """
-            nonlocal counts, next_ids
-            # With masks, the logits of all steps are known already.
             if logits_BKW is not None:
                 return logits_BKW[:, step]
-            if index_B is not None:
-                fed.append(self._select_draft_ids(index_B))
+            if index_B is None:
+                # Begin with the tokens of the sequences that the KV cache lacks.
+                ids_BT = feeds_BT
+                counts = [len(feed) for feed in feeds]
+            else:
+                draft_ids_B = self._select_draft_ids(index_B)
+                fed.append(draft_ids_B)
+                ids_BT = draft_ids_B.unsqueeze(1)
                 # Rows whose chain is complete are fed no token.
                 counts = [int(step < num_steps) for num_steps in steps]
-                next_ids = fed[-1].unsqueeze(1)
-            return self._compute_logits(gather_last(self.layers(next_ids, counts), counts))
+            return self._compute_logits(gather_last(self.layers(ids_BT, counts), counts))
 
-        # Draft the chains. Without a mask, `next_logits` runs one pass for each step.
+        # Draft the chains, step by step.
         proposals = self.chains(k, sampling, generators, next_logits, steps)
 
         # The cache also holds the draft tokens that were fed: all but the last of each chain.
@@ -343,37 +351,41 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """
         # Find the tokens that each row's cache lacks. A row whose text has no tokens in the draft's
         # vocabulary gets an empty list; if all rows are like this, nothing is drafted.
-        feeds, depths = self._read_new_tokens(state, shape.depth)
+        feeds, depths = self._begin_round(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)
         counts = [len(feed) for feed in feeds]
         num_cached = [len(row.cached) for row in self.rows]
 
-        # With masks, one pass gives the logits [B, K, W] of all K levels (W: tokens that draft and
-        # target share). Without masks, this pass gives the logits of the first level, and `expand`
-        # runs one pass for each further level.
+        # A model with a mask token computes the logits [B, K, W] of all K levels in one pass (W:
+        # tokens that draft and target share). Another model computes those of the first level here
+        # (K = 1). `expand` then runs one pass for each further level.
         logits_BKW = self._draft_in_one_pass(feeds, depths)
         if logits_BKW is None:
             hidden_BTH = self.layers(pad_rows(feeds, self.draft.device), counts)
             logits_BKW = self._compute_logits(gather_last(hidden_BTH, counts)).unsqueeze(1)
-        levels = itertools.count(1)  # the index in `logits_BKW` of each level after the first (0)
-        # Without masks: the nodes of the tree that the draft has read so far, at first none.
+        later_levels = itertools.count(1)  # the numbers of the levels after the first, which is 0
+        # The nodes that the draft has read so far, at first none. Not used with a mask token.
         tree_pass = TreePass.begin_at_root(num_cached, self.draft.device)
 
         def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] of the children of T nodes of each tree's last level.
+            """Return the draft's logits [B, T, W] after the T nodes of the last level of each tree.
+
+            It is called once for each level after the first, in order.
 
             Args:
-                index_BT: [B, T], the tokens of the nodes, as indices into the W shared tokens.
+                index_BT: [B, T], the tokens of the nodes of the last level, as indices into the W
+                    tokens that draft and target share.
                 parents_BT: [B, T], the index of each node's parent in the level before.
             """
             nonlocal tree_pass
-            # With masks, all nodes of a level have the same logits, which are known already. Each
-            # call takes the next of the `levels`.
             num_nodes = parents_BT.shape[1]
+            # A model with a mask token has computed the logits already. Those after all nodes of a
+            # level are the same.
             if self.mask_token_id is not None:
-                return logits_BKW[:, next(levels), None].expand(-1, num_nodes, -1)
-            # Without masks, run all T nodes of each row, none of which is padding.
+                level_logits_BW = logits_BKW[:, next(later_levels)]
+                return level_logits_BW.unsqueeze(1).expand(-1, num_nodes, -1)
+            # Another model runs all T nodes of each row, none of which is padding.
             tree_pass = tree_pass.add_level(parents_BT)
             node_counts = [num_nodes] * len(parents_BT)
             return self._compute_logits(
@@ -403,8 +415,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         self.rows = [self.rows[row] for row in rows]
         self.layers.cache.keep(rows)
 
-    def _read_new_tokens(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
-        """Read the target's new tokens, and cut rejected tokens off the cache.
+    def _begin_round(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
+        """Find the tokens that each row must be fed, and cut rejected tokens off the cache.
 
         Args:
             state: the sequences in the target's tokens.
@@ -420,6 +432,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         feeds = []
         steps = []
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
+            # Translate the target's new tokens into ids of the draft, and add them to `row.ids`.
             num_unchanged = row.read(token_ids)
             # The draft's context limits the fed tokens. The last draft token is never fed, hence
             # the + 1. A sequence that fits into the target's context can still be too long for the
@@ -430,11 +443,10 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.take_uncached(num_unchanged) if row.ids else [])
 
-        # `take_uncached` has added the new tokens to `row.cached`, but they are not in the KV cache
-        # yet. Cut the KV cache to the tokens before them.
-        self.layers.truncate(
-            [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
-        )
+        # Cut rejected tokens off the KV cache. `row.cached` is what the cache will hold after the
+        # row was fed. The tokens of the feed are the last of it. The cache keeps those before them.
+        num_kept = [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
+        self.layers.truncate(num_kept)
         return feeds, steps
 
     def _draft_in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
@@ -463,18 +475,15 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         # Forget the masks.
         self.layers.truncate([len(row.cached) for row in self.rows])
 
-        # Gather the states of the last token (at index 0 in a row that was fed nothing) and of the
-        # masks. Rows with fewer masks are padded: the clamp keeps their indices inside the tensor,
-        # and nobody reads those states.
-        last_B1 = torch.tensor(
-            [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device
-        )
-        index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(
-            hidden_BTH.shape[1] - 1
-        )
-        return self._compute_logits(
-            hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2]))
-        )
+        # Gather K states of each row: that of the last token before the masks, and the K - 1 states
+        # after it. Rows with fewer than K draft steps have fewer masks. Their further states are
+        # not read later, so any states will do: the clamp keeps the indices inside the tensor. A
+        # row that was fed nothing has no draft steps, and its states are not read at all.
+        last_B = torch.tensor([max(len(feed) - 1, 0) for feed in feeds], device=hidden_BTH.device)
+        steps_K = torch.arange(max(steps), device=hidden_BTH.device)
+        index_BK = (last_B.unsqueeze(1) + steps_K).clamp_max(hidden_BTH.shape[1] - 1)
+        index_BKH = index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])
+        return self._compute_logits(hidden_BTH.gather(1, index_BKH))
 
     def _compute_logits(self, hidden_BH: Tensor) -> Tensor:
         """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H].

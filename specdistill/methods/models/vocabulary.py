@@ -41,8 +41,9 @@ class SharedVocabulary:
         target_vocab_size: V, the width of the target's logits.
         target_tokenizer: the target's tokenizer.
         draft_tokenizer: the draft's tokenizer.
-        read_as: target tokens that are read but never proposed, each with the draft's tokens for
-            it: none, several, or one that stands for another target token.
+        read_as: target tokens that the draft reads but never proposes. Each has a list of the draft
+            tokens that are read in its place: none, several, or one that already proposes another
+            target token.
         replacements: the target's text of a token, with the draft's text for it.
     """
 
@@ -56,10 +57,12 @@ class SharedVocabulary:
 
     @cached_property
     def draft_ids_of(self) -> dict[int, list[int]]:
-        """The draft's token ids for each target token id; tokens without a translation are absent.
+        """The draft's token ids for each target token id.
 
-        A shared token has exactly one draft id. A token in `read_as` may have several, or an empty
-        list.
+        A token that the draft can propose has one id. A token that it only reads has the ids that
+        are read in its place (`read_as`): one, several, or an empty list if the draft skips the
+        token. Target tokens that are absent here are translated by their text instead (see
+        `encode_for_draft`).
         """
         pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
         return {token: [draft_id] for token, draft_id in pairs} | dict(self.read_as)
@@ -95,15 +98,26 @@ def match_vocabularies(
 ) -> SharedVocabulary | None:
     """Match the tokens of a draft and its target, and return the tokens that both have.
 
-    The vocabulary sizes are the widths of the logits. None is returned if no translation is needed,
-    because both sizes and all token ids are the same. `heterogeneous_vocab` says whether the
-    vocabularies may differ; it is None for a command that has no such key. `token_replacements`
-    holds texts of target tokens, each with the text that the draft writes in place of the token.
+    Args:
+        target_tokenizer: the target's tokenizer.
+        target_vocab_size: the width of the target's logits.
+        draft_tokenizer: the draft's tokenizer.
+        draft_vocab_size: the width of the draft's logits.
+        heterogeneous_vocab: whether the tokenizers may differ. None: they may not, and the error
+            does not suggest this key, because the command has none.
+        token_replacements: maps the text of a target token to the text that the draft reads and
+            writes in its place.
+        key: the recipe key of the draft, to name in errors.
+
+    Returns:
+        The shared tokens. None if no translation is needed, because tokenizers and widths are the
+        same.
 
     Raises:
-        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, or if they share
-            no token at all. Also for a replacement whose text is no token of the target, or whose
-            draft tokens have no logits, and for any replacement if the tokenizers are the same.
+        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true; if they share no
+            token; or for a replacement that cannot be applied. Its first text must be one token of
+            the target, the draft must have logits for all tokens of its second text, and the
+            tokenizers must differ.
     """
     # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
@@ -223,25 +237,27 @@ def _encode_replacement(
 def _replace_token(
     pairs: dict[int, int], read_as: dict[int, list[int]], token_id: int, draft_token_ids: list[int]
 ) -> None:
-    """Note in both maps which draft tokens stand for a target token.
+    """Let the draft read some of its own tokens in place of a target token.
 
-    The draft reads these tokens in place of the target token. If there is exactly one, the draft
-    can also propose the target token, by drawing this draft token.
+    If there is exactly one, drafting it proposes the target token. The result is written into
+    `pairs` or `read_as`: a target token is in one of these maps at most.
 
     Args:
-        pairs: the draft's token for each target token that can be proposed; changed in place.
-        read_as: the draft's tokens for each target token that is read but cannot be proposed;
-            changed in place.
+        pairs: the target tokens that the draft can propose, each with the one draft token that
+            proposes it and is read in its place; changed in place.
+        read_as: the target tokens that the draft can only read, each with the draft tokens that are
+            read in its place; changed in place.
         token_id: the target's token.
-        draft_token_ids: the draft's tokens that stand for it, possibly none.
+        draft_token_ids: the draft's tokens that are read in its place, possibly none.
     """
+    # No token, or several, cannot propose the target token.
     pairs.pop(token_id, None)
     if len(draft_token_ids) != 1:
         read_as[token_id] = draft_token_ids
         return
 
-    # Each draft token proposes only one target token. From now on that is `token_id`, so other
-    # target tokens with the same draft token move from `pairs` to `read_as`.
+    # A draft token proposes only one target token. From now on that is `token_id`. Other target
+    # tokens that this draft token proposed can still be read as it, so move them to `read_as`.
     (draft_token_id,) = draft_token_ids
     other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_id]
     for other_id in other_ids:

@@ -149,11 +149,12 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         return None
 
     def find_causes(self, head: MtpDraft, target: FrozenTarget) -> Iterator[Repair]:
-        """Yield possible faults of a layer whose files are complete, each with a trial repair.
+        """Yield possible faults of an MTP layer whose files are complete, each with a trial repair.
 
         `specdistill doctor` applies each repair and checks whether the draft accepts more.
         """
-        # `fc` projects the embedding of the next token and the hidden state, one after the other.
+        # The input of `fc` is one vector: the embedding of the next token, and then the hidden
+        # state. A file may hold weights of `fc` for the other order.
         yield Repair(
             "the two halves that fc reads, embedding and hidden state, are swapped",
             partial(swap_halves, names=["fc"]),

@@ -499,8 +499,8 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
-    # Write the tensors. If config.json does not say already that there is one such layer, write it
-    # anew (`text` is a part of `config`). Only one such layer is trained.
+    # Write the tensors. If config.json does not say already that there is one MTP layer, write it
+    # anew (`text` is a part of `config`). Only one MTP layer is trained.
     _write_checkpoint(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
@@ -512,9 +512,9 @@ def _convert_tensors(
 ) -> dict[str, Tensor]:
     """Load the draft's tensors under the names and dtypes that they get in the target's checkpoint.
 
-    If the checkpoint has such a layer already, the layer's names and dtypes are used. Otherwise the
-    names are the ones that engines expect, and each dtype is the one of a similar tensor in the
-    checkpoint.
+    The draft is a multi-token-prediction (MTP) layer. The target's checkpoint may already have an
+    MTP layer, whose names and dtypes the draft's tensors then get. Otherwise their names are the
+    ones that engines expect, and each dtype is that of a similar tensor in the checkpoint.
 
     Args:
         draft: the folder of the draft.
@@ -535,7 +535,7 @@ def _convert_tensors(
         str(target),
     )
 
-    # Find the names that the layer has in the draft's files and in the checkpoint.
+    # Find the names that the MTP layer has in the draft's files and in the checkpoint.
     naming = find_naming(draft_config["text_config"]["model_type"])
     num_layers = draft_config["text_config"]["num_hidden_layers"]
     shards = Shards.open(draft, "draft")
@@ -552,9 +552,9 @@ def _convert_tensors(
     if has_fused_experts(layer_names or checkpoint.file_of):
         tensors = tensor_names.merge_experts(tensors)
 
-    # If the checkpoint has such a layer, the draft must have the same tensors, except for those
+    # If the checkpoint has an MTP layer, the draft must have the same tensors, except for those
     # that repeat the target's embedding and LM head (`naming.copies`). `^` finds the names that
-    # only one of the two has. If the checkpoint has no such layer, the draft must have the
+    # only one of the two has. If the checkpoint has no MTP layer, the draft must have the
     # projection and the norms (`naming.names`), and the repeated tensors are added.
     if layer_names:
         replaced_names = layer_names - {prefix + name for name in naming.copies}

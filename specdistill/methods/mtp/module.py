@@ -213,15 +213,16 @@ class MtpDraft(Head):
         Raises:
             UserError: if it computes the attention in another way.
         """
-        requested_layers: list[int] = []
+        calling_layers: list[int] = []
 
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-            """Note the request, and return the values [B, N, T, d] in place of attention.
+            """Record that a layer called this function, and return a tensor of the right shape.
 
-            Each of the G value heads is repeated for the N / G query heads that share it. So the
-            result has the shape that the layer expects of an attention's output.
+            The check only needs the call, so no attention is computed. The layer expects an output
+            [B, N, T, d]. The values have this shape once each of the G value heads is repeated for
+            the N / G query heads that share it.
             """
-            requested_layers.append(layer)
+            calling_layers.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
         # Run the layer over one position of zeros, with a stand-in for the KVCache.
@@ -230,7 +231,7 @@ class MtpDraft(Head):
         with convert_errors(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
             rotary = self.rotary(hidden, torch.zeros(1, 1, dtype=torch.long, device=hidden.device))
             self._run_layer(hidden, rotary, SimpleNamespace(attend=attend))
-        if not requested_layers:
+        if not calling_layers:
             raise UserError(
                 "target.model",
                 got=f"{layer_class.__name__}, whose attention does not use AttentionInterface",

@@ -10,7 +10,6 @@ from specdistill.recipe.fields import Condition, Section, format_value, option, 
 from specdistill.recipe.sections import (
     ENGINE_IS_NOT_RUNNING,
     ENGINE_IS_STARTED,
-    LLAMA_CPP,
     EvalConfig,
     LookupFirstConfig,
     check_lengths,
@@ -56,27 +55,30 @@ class NgramEvalConfig(EvalConfig):
     @model_validator(mode="after")
     def _check_engine_supports_values(self) -> "NgramEvalConfig":
         """Check that an engine that this command starts supports the values of `eval.ngram`."""
-        if ENGINE_IS_STARTED.holds(self):
-            # An engine looks up by its own rule, whatever `rule` says, and searches prompt and
-            # output (`sequence`). For vLLM the default rule is accepted, too: both rules look up
-            # n-grams of `min` to `max` tokens, and differ only in which occurrence they continue,
-            # and how far. llama.cpp looks up only n-grams of `max` tokens, so for it `rule` must be
-            # llama.cpp.
-            rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
-            check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
-            if LLAMA_CPP.holds(self):
-                # llama.cpp drafts nothing if `max` exceeds K. A lookup in front of a draft has the
-                # same limit, so its settings are built here, only to call their check.
-                LookupFirstConfig(min=self.ngram.max, max=self.ngram.max).check_engine(
-                    "eval.ngram", self.engine, self.smallest_k
+        if not ENGINE_IS_STARTED.holds(self):
+            return self
+
+        # An engine always searches prompt and output (`sequence`), by its own rule. llama.cpp's
+        # rule must be stated. For vLLM the default, `specdistill`, is accepted, too: it looks up
+        # the same n-grams, and differs only in which occurrence it continues, and how far.
+        is_llama_cpp = self.engine == "llama.cpp"
+        accepted_rules = ("llama.cpp",) if is_llama_cpp else ("specdistill", self.engine)
+        check_engine_values(self, "ngram", rule=accepted_rules, lookup=("sequence",))
+        if not is_llama_cpp:
+            return self
+
+        # llama.cpp drafts nothing if `max` exceeds K. `LookupFirstConfig` has this check, because
+        # it is the same for a lookup in front of a draft.
+        lookup = LookupFirstConfig(min=self.ngram.max, max=self.ngram.max)
+        lookup.check_engine("eval.ngram", self.engine, self.smallest_k)
+
+        # Keys with `draft` in their names, such as `spec_draft_threads`, are about a draft model,
+        # which a lookup does not have.
+        for name, value in vars(self.llama_cpp).items():
+            if "draft" in name and value is not None:
+                raise make_unused_key_error(
+                    f"eval.llama_cpp.{name}", format_value(value), "a lookup has no draft"
                 )
-                # Keys with `draft` in their names, such as `spec_draft_threads`, are about a draft
-                # model, which a lookup does not have.
-                for name, value in vars(self.llama_cpp).items():
-                    if "draft" in name and value is not None:
-                        raise make_unused_key_error(
-                            f"eval.llama_cpp.{name}", format_value(value), "a lookup has no draft"
-                        )
         return self
 
 

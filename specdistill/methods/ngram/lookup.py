@@ -97,10 +97,12 @@ class NgramLookup:
             return text[start : start + k]
 
         # llama.cpp's rule never drafts the last token of the text. It drafts only if the draft has
-        # at least `max` tokens, and if the text has more than max + k + 2 tokens.
+        # at least n tokens, where n is the length of an n-gram, and if the text has more than
+        # n + k + 2 tokens.
         if self.rule == "llama.cpp":
+            n = self.max
             continuation = text[start : min(start + k, len(text) - 1)]
-            is_long_enough = len(continuation) >= self.max and len(text) > self.max + k + 2
+            is_long_enough = len(continuation) >= n and len(text) > n + k + 2
             return continuation if is_long_enough else []
 
         # specdistill's rule always gives k tokens: past the end of the text, the tokens from
@@ -109,20 +111,18 @@ class NgramLookup:
         return [text[start + i % period] for i in range(k)]
 
     def _index(self, text: list[int]) -> None:
-        """Add the text's new n-grams, each with the position after it, to the index.
+        """Add the text's new n-grams, each with the position after it, to the index."""
+        # The n-grams lie in `text[first:stop]`. Nothing follows the text's last token yet, so it is
+        # left out. llama.cpp's rule also leaves out the first token and the second to last.
+        first = 1 if self.rule == "llama.cpp" else 0
+        stop = len(text) - (2 if self.rule == "llama.cpp" else 1)
 
-        N-grams that end with the text's last token are not added, because nothing follows them yet.
-        """
-        # llama.cpp's rule skips one more token at both ends of the text: it adds no n-gram that
-        # begins the text or ends with one of the last two tokens.
-        num_skipped = 1 if self.rule == "llama.cpp" else 0
-
-        # Index every n-gram that ends at a new position. vLLM's rule keeps the first occurrence of
-        # an n-gram, the other rules keep the latest.
-        for end in range(self._num_indexed + 1, len(text) - num_skipped):
-            for n in range(self.min, min(self.max, end - num_skipped) + 1):
+        # Index every n-gram that ends before a new position `end`. vLLM's rule keeps the first
+        # occurrence of an n-gram, the other rules keep the latest.
+        for end in range(self._num_indexed + 1, stop + 1):
+            for n in range(self.min, min(self.max, end - first) + 1):
                 ngram = tuple(text[end - n : end])
                 self._next_positions[ngram] = (
                     self._next_positions.get(ngram, end) if self.rule == "vllm" else end
                 )
-        self._num_indexed = len(text) - num_skipped - 1
+        self._num_indexed = stop

@@ -10,9 +10,9 @@ position of x_{t+i}. It sees the tokens of its document up to x_t, the masks 1 t
 token, and nothing else. It learns the target's distribution of x_{t+1+i}. The token itself learns
 the same with i = 0. All predictions have the same weight in the loss.
 
-Of the tokens that mask i can follow, the conditional drop keeps it after a random share
-max(min_retention, retention ** i). Mask i reads mask i - 1, so it is never kept without mask i - 1,
-and chains stay whole.
+The conditional drop keeps mask i after a part of the tokens that it can follow. The part is chosen
+at random; its share of these tokens is max(min_retention, retention ** i). Mask i reads mask i - 1,
+so it is never kept without mask i - 1, and chains stay whole.
 
 The model's own forward pass runs, under an attention mask in its own dtype. The attention mask has
 4 N^2 bytes for each row in float32, and as many again for sliding windows if layers are of both
@@ -55,15 +55,15 @@ def draw_masks(
     Args:
         batch: packed rows [B, T].
         num_predicted: K, the tokens that are predicted in one pass, by a token and its masks.
-        retention: of the tokens that mask i can follow, it follows the share retention ** i, chosen
-            at random.
+        retention: mask i is kept after a random part of the tokens that it can follow. The share of
+            this part is retention ** i.
         min_retention: the least share, for masks with a large i.
         seed: the seed of the random choice.
 
     Returns:
-        Two tensors [B, M], where M is the most masks of a row: the column of the token that each
-        mask follows, and the mask's number i. Padding has column 0 and the number K, which no mask
-        has.
+        Two tensors [B, M] with the kept masks of each row: the column of the token that the mask
+        follows, and the mask's number i. All rows are padded to M masks. A padding mask has the
+        column 0 and the number K, while kept masks have the numbers 1 to K - 1.
     """
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
@@ -120,8 +120,8 @@ class ParallelDistillation(Distillation):
         draft: the draft model.
         divergence: the loss of one token.
         num_positions: K, of which K - 1 are masks.
-        retention: mask i is trained after a random share retention ** i of the tokens (PARD's
-            conditional drop).
+        retention: mask i is trained after a random part of the tokens that it can follow, whose
+            share is retention ** i (PARD's conditional drop).
         min_retention: the least share, for masks with a large i.
         seed: the seed of the drop. In training, the drop is drawn anew each time that a row is
             read. Held-out rows always have the same drop.
@@ -283,6 +283,9 @@ class ParallelDistillation(Distillation):
         def build_visibility(window: int | None) -> Tensor:
             """Return which slots each slot may attend to, as bool [B, 1, queries N, keys N].
 
+            A slot is a token, or a mask after a token. Both have the token's column, which is its
+            place in the row. The token has the number 0, and mask i after it has the number i.
+
             Args:
                 window: the size of a sliding window in positions; None for full attention.
             """
@@ -290,9 +293,9 @@ class ParallelDistillation(Distillation):
             key_column, key_number, key_position = (x_BN[:, None, None, :] for x_BN in slots)
             query_column, query_number, query_position = (x_BN[:, None, :, None] for x_BN in slots)
 
-            # A query sees the tokens (number 0) of its document up to its column, and the masks of
-            # the same column up to its own number. A token at position p of a document is p columns
-            # after the document's first column.
+            # A query sees the tokens of its document up to its own column, and the masks of its
+            # own column up to its own number. Its document begins at `first_column`: the column of
+            # the query's token, minus the position of this token in the document.
             first_column = (column_BN - token_position_BN)[:, None, :, None]
             is_visible = torch.where(
                 key_number == 0,

@@ -66,21 +66,22 @@ class SuffixTrie:
         self._open_nodes: list[Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens to the end of the last text, and count which strings each token followed.
+        """Add tokens to the end of the last text, and count which strings each token follows.
 
-        These are the suffixes of the text before the token that occurred before, up to `depth`
-        tokens long.
+        A token follows each suffix of the text before it: after `a b` these are `a b`, `b` and the
+        empty string. It is counted for the suffixes of up to `depth` tokens that occurred before,
+        which have nodes.
         """
         for token in tokens:
-            # Count the token for each suffix that it follows. After `a b`, the suffixes are `a b`,
-            # `b` and the empty one. A suffix has a node if it occurred before. `_open_nodes` holds
-            # these nodes, the longest suffix first. The last `depth` of them are the nodes of
-            # suffixes of up to `depth` tokens. The node of the empty suffix is the root.
+            # Find the nodes of the suffixes. `_open_nodes` holds them, the longest suffix first,
+            # but without the root, which is the node of the empty suffix. If a suffix has a node,
+            # all shorter ones have one, too. So the last `depth` nodes are those of the suffixes of
+            # up to `depth` tokens.
             self.tokens.append(token)
             suffix_nodes = [*self._open_nodes[-self.depth :], self._root]
 
-            # With the token `c`, the suffixes become `a b c`, `b c` and `c`. `_count_follower`
-            # returns their nodes, and None for a suffix that occurs for the first time.
+            # Count the token for each suffix. A token `c` after `a b` makes the suffixes `a b c`,
+            # `b c` and `c`. `_count_follower` returns the node of each, or None if it has none.
             longer_nodes = [self._count_follower(node, token) for node in suffix_nodes]
             self._open_nodes = [node for node in longer_nodes if node]
 
@@ -143,31 +144,34 @@ class SuffixTrie:
             token: the token, which is the last one of `self.tokens`.
 
         Returns:
-            The node of the longer string, which ends with the token. None if the longer string
-            occurred for the first time, so that it has no node yet.
+            The node of the longer string, which is the node's string and then the token. None if
+            the longer string occurred for the first time: it then has no node, to save memory.
         """
-        # `place` is the place of the longer string: its node or, if it occurred only once, the
-        # position after it in the text. Such a string has no node, to save memory.
+        # A child of the node is the place of a longer string: a Node or, for a string that occurred
+        # only once, the position after it in `self.tokens`.
         node.followed += 1
-        place = node.children.get(token)
-        if place is None:
-            # This is the first occurrence, which ends with the last token.
+        old_place = node.children.get(token)
+        place: Place
+        if old_place is None:
+            # This is the first occurrence of the longer string. `self.tokens` ends with it.
             place = len(self.tokens)
-        elif isinstance(place, Node):
-            place.count += 1
+        elif isinstance(old_place, Node):
+            old_place.count += 1
+            place = old_place
         else:
-            # This is the second occurrence, so the string gets a node. The token after the first
-            # occurrence, if there is one, becomes the node's child. It followed the string only
-            # once, so its place is the position after it.
-            follower = self._read_token(place)
+            # This is the second occurrence, so the longer string gets a node. The first occurrence
+            # ended before the position `old_place`. If a token stands there, count it as a follower
+            # of the longer string. The two together occurred once, so their place is the next
+            # position.
+            follower = self._read_token(old_place)
             if follower == END_MARK:
                 place = Node(count=2)
             else:
-                place = Node(count=2, followed=1, best=follower, children={follower: place + 1})
+                place = Node(count=2, followed=1, best=follower, children={follower: old_place + 1})
         node.children[token] = place
 
-        # The latest token wins a tie, because >= replaces the best so far. A node without a best
-        # token takes any token.
+        # Update the token that followed most often. If two are equal, the latest is kept, hence >=.
+        # A node that nothing followed before has no best token yet.
         best_place = node.children.get(node.best)
         if best_place is None or count_occurrences(place) >= count_occurrences(best_place):
             node.best = token

@@ -302,6 +302,7 @@ class Client:
             {name for name in (*before, *after) if PER_POSITION in name},
             key=lambda name: (len(name), name),
         )
+        # `drafting` names the counters from which all other numbers are computed.
         missing = [name for name in self.drafting if name not in after]
         if missing:
             raise ResourceError(
@@ -312,8 +313,10 @@ class Client:
                 ),
             )
 
-        # A counter (`_total`) has grown from the first reading to the second. A gauge has a current
-        # value, and the larger of its two values is taken.
+        # Compute by how much each counter grew between the readings. A name without `_total` is
+        # that of a gauge, which adds nothing up: SGLang's `spec_num_draft_tokens` shows the tokens
+        # of one verification. The larger reading of a gauge is taken, because it may be missing
+        # from the first one, and then counts as 0.
         pairs = {
             name: (before.get(name, 0.0), after.get(name, 0.0))
             for name in (*self.drafting, *position_counters)

@@ -317,11 +317,11 @@ class Engine:
         )
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
-        """Return the K and the lookup to start this engine with, given those of the measurement.
+        """Return the K and the lookup to start this engine with, to serve a draft as measured.
 
-        If this engine supports the lookup, both are as measured. Otherwise the lookup is left out,
-        and K is `lookup.levels`, the number of tokens that the draft proposed where nothing was
-        looked up.
+        In a measurement with a lookup, the lookup proposed K tokens per round, and the draft only
+        `lookup.levels` tokens in rounds in which nothing was looked up. An engine that does not
+        support the lookup serves the draft alone, with `lookup.levels` as its K.
 
         Args:
             k: the K of the measurement.
@@ -330,6 +330,7 @@ class Engine:
         Returns:
             K, draft tokens per round, and the lookup or None.
         """
-        if lookup is None or self.describe_front(lookup, k) is not None:
-            return k, lookup
-        return lookup.levels, None
+        if lookup is None:
+            return k, None
+        supports_lookup = self.describe_front(lookup, k) is not None
+        return (k, lookup) if supports_lookup else (lookup.levels, None)

@@ -374,15 +374,16 @@ def _check_aux_layers(
     "after L layers"; engines may count differently.
 
     Args:
-        result: the result. A difference that an option of the command line corrects is added to
-            `result.notes`, any other one to `result.silent`.
+        result: the result. A difference that an option of the engine's command line corrects is
+            added to `result.notes`. Any other difference is added to `result.silent`, because the
+            engine reports no error.
         config: the config.json of the draft's folder.
         trained: the settings that the draft was trained with.
         target: the target; None if it is not known.
     """
-    # Some engines take the layers, and so their number, from their command line, where layer 0 is
-    # the output after one layer. No option is needed if the draft was trained with the default
-    # layers.
+    # Some engines take the layers from an option of their command line (`argument`). With it the
+    # number of layers is as trained, too. In its value 0 is the output after one layer. No option
+    # is needed if the draft was trained with the default layers.
     trained_layers = list(trained["aux_layers"])
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")

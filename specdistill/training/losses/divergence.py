@@ -130,9 +130,9 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         hit_R = (q * rewarded).sum(-1, keepdim=True)
         miss_R = (q * ~rewarded).sum(-1, keepdim=True)
         deviation_R = (hit_R * miss_R).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-        # The clamp avoids 0 / 0 if no token or every token has a reward. `miss_R` is summed up, and
-        # not computed as 1 - Q, so that it is exactly zero if every token has a reward (by
-        # rounding). 1 - Q could leave a rounding error.
+        # The clamp avoids 0 / 0: `hit_R` is zero if no token has a reward, and `miss_R` is zero if
+        # every token has one. The second case occurs where rounding makes every q_w smaller than
+        # p_w. Then the sum `miss_R` is exactly zero, but 1 - Q might not be.
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
 

@@ -58,24 +58,23 @@ def compute_head_loss(
     The logits of all rows never exist at once. The gradient reaches the rows and the head's weight
     and bias.
 
-    A row has K hidden states, one for each drafted position, and all K are compared with the same
-    target. For example, training runs an EAGLE-3 head K steps in a row from every position (the
-    unroll). A token is then predicted K times, once in each step, and these K hidden states are
-    its row. If each drafted position has a target of its own, pass every position as a row of its
-    own, with K = 1.
+    A row is the K hidden states that predict one token, one for each drafted position. The logits
+    of all K are compared with the same target. For example, training unrolls an EAGLE-3 head for K
+    steps, and each step predicts the same R tokens. If each drafted position has a target of its
+    own, pass each of its hidden states as a row of its own, with K = 1.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.
-        weights_KR: [K, R], the weight of each loss.
+        weights_KR: [K, R], the weight of each loss in the sum.
         head: the output head, with W tokens.
         targets_of: returns the targets of a slice of rows, in the form that `loss_of` takes.
         loss_of: compares logits [r, W] of r rows with their targets at a drafted position k, and
             returns the losses [r] in nats and M metrics [M, r].
         correction: rows [K, R, e] and a weight [W, e], whose product is added to the head's logits.
             Rows and weight get their gradient.
-        group_size: each call of `loss_of` gets whole groups of this many consecutive rows. R must
-            be a multiple of it.
-        block_rows: the most rows, over all K positions, whose logits exist at a time.
+        group_size: for losses that depend on several rows. Rows 0 to group_size - 1 are a group,
+            and so on. Each call of `loss_of` gets whole groups. R must be a multiple of it.
+        block_rows: the most hidden states, over all K positions, whose logits exist at a time.
         chunk_bytes: the most bytes of float32 logits in one call of `loss_of`. None: CHUNK_BYTES.
 
     Returns:
@@ -267,17 +266,30 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute the weighted sum of the losses, the metrics, and all gradients, block by block.
 
-        `factors` are the two factors of each matrix product, one product after the other:
+        The logits of the R rows at the K drafted positions are
 
-            [rows, weight]                                      without a correction
-            [rows, weight, correction rows, correction weight]  with a correction
+            finish(rows · weightᵀ + bias) + correction rows · correction weightᵀ
 
-        The logits are finish(rows · weightᵀ + bias) + correction rows · correction weightᵀ. The
-        shapes are [K, R, H] and [W, H], and [K, R, e] and [W, e] for the correction.
+        The second product is left out without a correction. Gradients are computed here and not in
+        `backward`, because each block's logits are overwritten by those of the next block.
 
-        `finish` scales and caps the head's logits. A block has at most `block_size` of the R rows,
-        and a chunk of it `chunk_size`. `trains` says whether gradients are needed. For the other
-        arguments see `compute_head_loss`.
+        Args:
+            ctx: the context, which keeps the gradients for `backward`.
+            bias_W: the head's bias for W tokens; None without one.
+            weights_KR: the weight of each loss in the sum.
+            finish: scales and caps the head's logits.
+            targets_of: returns the targets of a slice of rows.
+            loss_of: returns losses [r] and M metrics [M, r] for logits of r rows, their targets,
+                and the drafted position.
+            block_size: the most rows of a block, whose logits exist together.
+            chunk_size: the most rows of a chunk. A block is divided into chunks, and each call of
+                `loss_of` gets one chunk.
+            trains: whether gradients are needed.
+            *factors: rows [K, R, H] and weight [W, H]. With a correction, its rows [K, R, e] and
+                its weight [W, e] follow.
+
+        Returns:
+            The sum, a scalar, and the metrics [M, K, R].
         """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
         # the logits of a block.
@@ -345,7 +357,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         """Scale the gradients that the forward pass computed, and return one per argument.
 
         Args:
-            ctx: the context, in which the forward pass saved its gradients.
+            ctx: the context, in which `forward` saved the gradients of `bias_W` and `factors`.
             grad: the gradient of the summed loss, a scalar.
             _: the gradient of the metrics, which have none.
         """
@@ -356,10 +368,10 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
             else:
                 # In place, because the head's gradient of a large vocabulary must not exist twice.
                 scaled_grads.append(saved_grad.mul_(grad.to(saved_grad.dtype)).to(dtype))
-        bias_grad, *product_grads = scaled_grads
-        # In the order of `forward`: the bias, the seven arguments from `weights_KR` to `trains`,
-        # which take no gradient, and the rows and the weight of each product.
-        return bias_grad, *[None] * 7, *product_grads
+        # Return one value for each argument of `forward`, in its order: `bias_W`, then seven
+        # arguments without a gradient (`weights_KR` to `trains`), then `factors`.
+        bias_grad, *factor_grads = scaled_grads
+        return bias_grad, *[None] * 7, *factor_grads
 
 
 def compute_head_loss_at_once(
