@@ -31,15 +31,15 @@ test: $(READY)  ## run the quick tests, in minutes; ARGS="tests/training/losses"
 	$(PYTEST) -m 'not long' $(ARGS)
 	@echo "Not run: long tests (make test-long), launches (make test-launches), engines (make test-engines); make test-all runs all."
 
-test-long: $(READY)  ## run the tests that take more than two seconds, except launches and engines
-	$(PYTEST) -m 'long and not launches and not engines' $(ARGS)
+test-long: $(READY)  ## run the tests that take more than two seconds, except launches and engines; ARGS=all for every combination
+	$(PYTEST) -m 'long and not launches and not engines$(if $(filter all,$(ARGS)),, and not extended)' $(filter-out all,$(ARGS))
 
 test-launches: $(READY)  ## train under each launch configuration, in several processes; ARGS=all for every method
 	$(BIN)/python -m pytest -n logical --maxprocesses 2 --dist loadgroup tests/train/test_launches.py tests/eval/test_launch.py \
-		-m '$(if $(filter all,$(ARGS)),launches,launches and not every_pair)' $(filter-out all,$(ARGS))
+		-m '$(if $(filter all,$(ARGS)),launches,launches and not extended)' $(filter-out all,$(ARGS))
 
-test-all:  ## run all tests: quick, long, launches, engines
-	$(MAKE) test
+test-all:  ## run all tests: quick, long, launches, engines; ARGS=all for every combination
+	$(MAKE) test ARGS=
 	$(MAKE) test-long
 	$(MAKE) test-launches
 	$(MAKE) test-engines
@@ -84,7 +84,7 @@ engines: $(SPECULATORS)/.ready $(VLLM)/.ready $(LLAMA)/.ready  ## create an envi
 
 test-engines: $(READY) engines  ## run exported drafts in the engines: same logits, text and acceptance; ARGS=all for every combination
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/with_engines \
-		-m '$(if $(filter all,$(ARGS)),engines,engines and not every_pair)' $(filter-out all,$(ARGS))
+		-m '$(if $(filter all,$(ARGS)),engines,engines and not extended)' $(filter-out all,$(ARGS))
 
 # Old libraries warn about each other, so warnings do not fail here. The two deselected tests are about the tested versions, not the
 # lowest ones. torch is its CUDA build (3 GB), which also runs on CPUs.

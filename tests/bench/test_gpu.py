@@ -173,6 +173,7 @@ def test_the_page_states_the_plan_and_the_size_of_the_wheels() -> None:
     assert f"{len(carried)} wheels, {gpu_wheels.format_size(sum(carried.values()))}" in text
 
 
+@pytest.mark.extended  # test_gpu_parts.py runs each part of the training and the decoding
 @pytest.mark.long  # processes that import torch, one of which compiles
 def test_the_short_form_runs_at_tiny_shapes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

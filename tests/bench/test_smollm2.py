@@ -167,6 +167,7 @@ def test_make_smollm2_runs_from_the_package_to_the_verdict(
     )
 
 
+@pytest.mark.extended  # the comparison is that of the run above, with more drafts
 @pytest.mark.long  # two methods are trained and measured in every way
 @pytest.mark.timeout(60 * MINUTES)
 def test_methods_are_compared_on_equal_data(small_run: SmallRun, shared_data: Path) -> None:

@@ -46,6 +46,16 @@ def read_configuration_name(name: str) -> str:
     return configuration
 
 
+# The recipes that run even without ARGS=all, besides the first recipe of each method.
+ALWAYS = {
+    "llama-3.1-8b/eagle3": "the README's",
+    "small/eagle3": "the first recipe for a model without one of its own",
+    "qwen2.5-vl-7b/eagle3": "a target that also reads pictures",
+}
+# The first recipe of each method.
+FIRST = {read_yaml(RECIPES / f"{name}.yaml")["method"]: name for name in reversed(EVERY)}.values()
+
+
 def choose_launched_recipes() -> set[str]:
     """Return the recipes that are trained by processes of their own launch configuration.
 
@@ -53,9 +63,8 @@ def choose_launched_recipes() -> set[str]:
     configuration starts one process, in which every method trains as it does here, and starting it
     takes seconds of imports.
     """
-    first = {read_yaml(RECIPES / f"{name}.yaml")["method"]: name for name in reversed(EVERY)}
-    in_one_process = [name for name in first.values() if read_configuration_name(name) == "cpu"]
-    return set(first.values()).difference(in_one_process[1:])
+    in_one_process = [name for name in FIRST if read_configuration_name(name) == "cpu"]
+    return set(FIRST).difference(in_one_process[1:])
 
 
 LAUNCHED = choose_launched_recipes()
@@ -323,7 +332,13 @@ def run_command(*arguments: str, codes: Collection[int] = (0,)) -> int:
 
 
 @pytest.mark.long  # a whole recipe each, several of them in processes of their own
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.extended] * (name not in {*FIRST, *ALWAYS}))
+        for name in EVERY
+    ],
+)
 def test_a_recipe_runs_from_its_data_to_an_export(name: str, tmp_path: Path) -> None:
     with running(Behaviour(returns_tokens=False)) as server:
         line = Line(name, tmp_path, server.address)

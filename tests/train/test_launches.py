@@ -253,7 +253,7 @@ def single_process_folder(
             name,
             marks=[
                 pytest.mark.xdist_group(name),
-                *([] if method in TRAINED[name] else [pytest.mark.every_pair]),
+                *([] if method in TRAINED[name] else [pytest.mark.extended]),
             ],
         )
         for name in CONFIGURATIONS

@@ -166,7 +166,7 @@ def test_without_the_plugin_nothing_is_measured(
         pytest.param(
             {"num_speculative_tokens": 2},
             "draft_tokens 3 with num_speculative_tokens 2",
-            marks=pytest.mark.every_pair,
+            marks=pytest.mark.extended,
         ),
     ],
 )

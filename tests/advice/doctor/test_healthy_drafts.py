@@ -10,18 +10,19 @@ from tests.scripts import specdistill
 
 NUM_STORIES = 300
 LONG = pytest.mark.long  # trains a draft of a real target
+EXTENDED = (LONG, pytest.mark.extended)  # a further training of a method
 MASK = ("draft.mask_token_id=0",)  # <unk>, which no story holds
 # The recipe, the number of steps, and further keys.
 TRAININGS = [
-    pytest.param("small/eagle3", 4, (), marks=LONG),
-    pytest.param("small/eagle3", 40, ("draft.norm_output=false",), marks=LONG),
+    pytest.param("small/eagle3", 4, (), marks=EXTENDED),
+    pytest.param("small/eagle3", 40, ("draft.norm_output=false",), marks=EXTENDED),
     pytest.param("small/eagle3", 150, ("draft.norm_output=true",), marks=LONG),
-    pytest.param("small/eagle3", 60, ("draft.vocab_size=256",), marks=LONG),
-    pytest.param("small/eagle", 10, (), marks=LONG),
+    pytest.param("small/eagle3", 60, ("draft.vocab_size=256",), marks=EXTENDED),
+    pytest.param("small/eagle", 10, (), marks=EXTENDED),
     pytest.param("small/eagle", 100, (), marks=LONG),
     pytest.param("small/mtp", 60, (), marks=LONG),
     pytest.param("small/draft", 20, (), marks=LONG),
-    pytest.param("small/dflash", 10, MASK, marks=LONG),
+    pytest.param("small/dflash", 10, MASK, marks=EXTENDED),
     pytest.param("small/dflash", 100, MASK, marks=LONG),
     pytest.param("small/dspark", 60, MASK, marks=LONG),
 ]
