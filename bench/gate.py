@@ -226,16 +226,28 @@ def simulate_releases(
 
 
 def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
-    """Return the chances of each verdict, for each number of prompts and each true change."""
-    # The table shows two of the changes: no change, and a drop by the threshold of the rule. These
-    # two are simulated more often, for more precise chances.
+    """Simulate how likely each verdict is, for each number of prompts and each true change.
+
+    A true change is an assumed relative change of the rule's metric, e.g. -0.05 for a new draft
+    that is 5 % worse. `CHANGES` lists the true changes.
+
+    Args:
+        population: the measured prompts from which the simulated releases are drawn.
+        rule: the rule of the gate that decides.
+        pool: runs the simulations in parallel.
+
+    Returns:
+        Number of prompts -> true change -> chance of each verdict.
+    """
+    # The tables in docs/gate.md show two of the true changes: no change, and a drop by the
+    # threshold of the rule. These two are simulated more often, for more precise chances.
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = dict.fromkeys(CHANGES, NUM_TRIALS)
     for change in (0.0, -float(rule.threshold)):
         if change in trials:
             trials[change] = NUM_TRIALS_IN_TABLE
 
-    # Each pair of a number of prompts and a change is a task of its own in the pool.
+    # Each pair of a number of prompts and a true change is a separate task in the pool.
     futures = [
         pool.submit(simulate_releases, population, rule, change, number, trials=trials[change])
         for number, change in points

@@ -1,7 +1,6 @@
 """The pages name links, files, modules, recipe keys and keys of commands that exist."""
 
 import re
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,20 +162,6 @@ def test_bash_and_zsh_read_commands_as_they_are_written() -> None:
         assert [
             line for line in indented.splitlines() if "=" in line and find_unquoted(line)
         ] == [], page
-
-
-def read_layers() -> list[str]:
-    """Return the layers of the import contract, as the architecture page writes them."""
-    contracts = tomllib.loads(read_page(ROOT / "pyproject.toml"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    (found,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    return [layer.replace("specdistill.", "") for layer in found]
-
-
-def test_architecture_states_the_import_contract() -> None:
-    (block,) = re.findall(r"```text\n(.*?)```", read_page(ARCHITECTURE), re.DOTALL)
-    assert block.splitlines() == read_layers()
 
 
 def test_architecture_describes_every_folder_of_the_library() -> None:

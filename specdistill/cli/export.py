@@ -66,10 +66,11 @@ def export(arguments: list[str]) -> int:
     from specdistill.targets.files import TargetFiles
 
     # Collect what every kind of export needs. With an untrained draft, the recipe names the target.
-    # The layout of the exported files has the name of the engine, unless its field `layouts` has
-    # another name: llama.cpp reads the layout `gguf`. For all other engines the field is empty.
+    # Most engines read the file layout that has their own name. `layouts` is only set for an engine
+    # that reads a layout of another name: llama.cpp reads `gguf`.
     target = recipe.target if recipe else options.target
-    layout_name = ENGINES[options.engine].layouts or options.engine
+    engine = ENGINES[options.engine]
+    layout_name = engine.layouts or engine.name
     output_dir = Path(options.output_dir)
     trained_draft = locate(options.draft, key="draft") if options.draft else None
     target_files = (

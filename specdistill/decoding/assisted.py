@@ -427,12 +427,13 @@ extract_arguments = GenerationMixin._extract_generation_mode_kwargs
 
 
 def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> dict[str, Any]:
-    """Select the arguments for what `generate()` calls: its decoding loop, or a `Draft` instead.
+    """Select the arguments for the decoding loop of `generate()`, or for a `Draft` in its place.
 
-    `generate()` selects them by a method of its own, which is kept here as `extract_arguments`. For
-    a callable, that method leaves out arguments that a decoding loop gets, such as `streamer`. This
-    function replaces the method. A `Draft` gets both the arguments of a decoding loop and those of
-    a callable. Everything else gets what the method returns.
+    This function replaces a method of transformers, which it calls as `extract_arguments`. For a
+    callable in place of the loop, that method selects only the callable's own arguments, without
+    those of the loop such as `streamer`. A `Draft` is a callable that needs both kinds. So the
+    method is called twice for it, once as if there were no callable. In all other cases the result
+    is that of the method.
 
     Args:
         model: the model whose `generate()` was called.
@@ -441,7 +442,7 @@ def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> 
     """
     loop_arguments = {}
     if isinstance(custom_generate, Draft):
-        loop_arguments = extract_arguments(model, None, *arguments)  # as without a callable
+        loop_arguments = extract_arguments(model, None, *arguments)
     return loop_arguments | extract_arguments(model, custom_generate, *arguments)
 
 

@@ -112,9 +112,9 @@ class CachedTarget:
         if self.target.is_recurrent and len(token_ids[0]) > 1:
             self._snapshot = copy_state(self.cache)
         if isinstance(self.cache, BatchKVCache):
-            self._lengths = [*self.cache.lengths]
+            self._num_cached = [*self.cache.lengths]
         else:  # any other cache holds a single row
-            self._lengths = [self.cache.get_seq_length()]
+            self._num_cached = [self.cache.get_seq_length()]
 
         # If one row has a tree, the chains of other rows are passed as trees with one branch, whose
         # parents are the root, node 0, node 1 and so on.
@@ -123,31 +123,36 @@ class CachedTarget:
             all_trees = []
             for tree, row_ids in zip(trees, token_ids, strict=True):
                 all_trees.append(tree or Tree(tuple(range(ROOT, len(row_ids) - 2))))
-            tree_pass = TreePass.cover_trees(all_trees, self._lengths, self.target.device)
+            tree_pass = TreePass.cover_trees(all_trees, self._num_cached, self.target.device)
         features = self.compute_features(token_ids, tree_pass)
         return self.target.logits(features.last_hidden), features
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted draft tokens of the last pass in the KV cache, and drop the others.
 
+        For each row, that pass has read the last token of the sequence (the root) and the draft
+        tokens. The root is always kept.
+
         Args:
             paths: for each row, the indices of the accepted draft tokens: the first tokens of a
                 chain, or the nodes of a path through a tree.
         """
         if isinstance(self.cache, BatchKVCache):
-            # The root, which comes before the draft tokens, is always kept.
-            self.cache.keep_paths([length + 1 for length in self._lengths], paths)
+            # Before the draft tokens, the cache holds what it held before the pass, and the root.
+            num_before_draft = [num_cached + 1 for num_cached in self._num_cached]
+            self.cache.keep_paths(num_before_draft, paths)
             return
-        # Any other cache holds a single row. The pass read the root and the draft tokens. The root
-        # is always kept, so only draft tokens count here.
+
+        # Any other cache holds a single row.
         (path,) = paths
         (token_ids,) = self._token_ids
-        num_rejected = len(token_ids) - 1 - len(path)
+        num_draft_tokens = len(token_ids) - 1  # all but the root
+        num_rejected = num_draft_tokens - len(path)
         if any(self._trees):
-            keep_path(self.cache, len(token_ids) - 1, path)
+            keep_path(self.cache, num_draft_tokens, path)
         elif num_rejected and self._snapshot:
             # Recurrent states have read the rejected tokens. Go back to the state before the pass,
-            # and read the accepted tokens again.
+            # and read the root and the accepted tokens again.
             roll_back(self.cache, len(token_ids), self._snapshot)
             run_target(self.target, [token_ids[: 1 + len(path)]], self.cache)
         elif num_rejected:

@@ -214,10 +214,10 @@ def check_reads_trees(target: FrozenTarget) -> None:
         raise UserError(
             "eval.tree",
             got=(
-                f"{target.name}, which reads a branch of a tree differently from the same tokens"
-                " alone"
+                f"{target.name}, which does not compute the same hidden states for a branch of a"
+                " tree as for the same tokens without the tree"
             ),
-            expected="null, or a target that respects mask and position ids",
+            expected="null, or a target that follows the given attention mask and position ids",
         )
 
 

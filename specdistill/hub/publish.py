@@ -211,7 +211,7 @@ def _find_released_tag(run: Path, repository: Repository, tag: str | None) -> st
 def _check_release(
     run: Path,
     recipe: Recipe,
-    config: PublishConfig,
+    publish_config: PublishConfig,
     repository: Repository,
     options: PublishOptions,
 ) -> tuple[CardContents, TargetFiles]:
@@ -220,19 +220,20 @@ def _check_release(
     Args:
         run: the folder of the run.
         recipe: the recipe of the run.
-        config: the recipe's section `publish`, with the options that were given.
+        publish_config: the recipe's section `publish`, in which the options that were given have
+            replaced the recipe's values.
         repository: the repository of the releases.
-        options: the options of the command.
+        options: all options of the command, also those that the recipe cannot set, such as `tag`.
 
     Returns:
         The contents of the card, without the history and the changes; and the files of the target.
-        The contents' field `overridden` has the reasons against the release. If there are any, the
-        release is published only if the option `force` overrides them.
+        The contents include the reasons against the release (`overridden`; empty if there are
+        none). The option `force` can override them; this function does not decide that.
     """
     # Judge the measurement, and find the target.
     last_tag, last = find_last_release(repository, options.baseline)
     release = read_release(run, recipe, last)
-    target, base_model = find_target(release, config.base_model)
+    target, base_model = find_target(release, publish_config.base_model)
     name = repository.name
     if base_model == name:
         raise UserError(
@@ -245,6 +246,7 @@ def _check_release(
     parts = list_ingredients(release.recipe, target, base_model)
     warnings, misfits = check_release_fit(release, target)
     prohibitions = [f"licence: {reason}" for reason in list_prohibitions(parts, name)]
+    refusals = [*release.refusals, *misfits, *prohibitions]
     contents = CardContents(
         repository=name,
         tag=options.tag or repository.next_tag,
@@ -252,8 +254,8 @@ def _check_release(
         history=None,
         base_model=base_model,
         parts=parts,
-        license=choose_draft_license(config.license, parts),
-        overridden=[*release.refusals, *misfits, *prohibitions],
+        license=choose_draft_license(publish_config.license, parts),
+        overridden=refusals,
         warnings=warnings,
         reason=options.force,
         since=last_tag,

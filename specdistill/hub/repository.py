@@ -36,8 +36,8 @@ from specdistill.targets.files import hash_files
 REPORT = "report"
 LICENSES = "licenses"
 NOTICE = "NOTICE"
-# What errors say is expected, and what to type next.
-NAMES = "a repository on the Hub, e.g. org/name: letters, digits, -, _ and ."
+# The characters that names may have, for errors; and what to type next.
+NAME_CHARACTERS = "letters, digits, -, _ and ."
 REPEAT_HINT = "repeat the command: what the Hub has is not sent again"
 LOGIN = (
     "`hf auth login`, or HF_TOKEN, with a token that may write, and a name of yours or of an"
@@ -282,15 +282,17 @@ def check_names(repository: str | None, tag: str | None) -> str:
         UserError: if no repository is named, and for a tag with an invalid name.
     """
     if not repository or repository.count("/") != 1:
-        raise UserError("repo", got=repository or "nothing", expected=NAMES)
+        raise UserError(
+            "repo",
+            got=repository or "nothing",
+            expected=f"a repository on the Hub, e.g. org/name: {NAME_CHARACTERS}",
+        )
     # `main` is the name of the branch. A tag begins with a letter or a digit. As git demands, it
     # has no two dots in a row, and does not end with a dot or with `.lock`.
     if tag is not None and (
         tag == "main" or not re.fullmatch(r"[A-Za-z0-9](?:[\w-]|\.(?!\.|lock$|$))*", tag)
     ):
-        raise UserError(
-            "tag", got=tag, expected="a name such as v1 or v1.2, of letters, digits, -, _ and ."
-        )
+        raise UserError("tag", got=tag, expected=f"a name such as v1 or v1.2, of {NAME_CHARACTERS}")
     return repository
 
 
@@ -334,7 +336,11 @@ def convert_upload_errors(repository: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise UserError("repo", got=repository, expected=NAMES) from error
+        raise UserError(
+            "repo",
+            got=repository,
+            expected=f"a repository on the Hub, e.g. org/name: {NAME_CHARACTERS}",
+        ) from error
     except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
         # The Hub did not answer, there is no token, the Hub refused the request or the card, or
         # hf_xet failed, which raises RuntimeError because it has no error class of its own.

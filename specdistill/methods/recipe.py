@@ -116,7 +116,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_folder_and_quantization(self) -> "Recipe":
-        """Check that the run has a folder, and that no other program runs a quantized target."""
+        """Check that the run has a folder, and that `target.quantization` can take effect.
+
+        This key quantizes a target that runs inside specdistill. It has no effect on an engine or a
+        server that runs the target instead.
+        """
         # The run's folder has no default, because two runs must not share one.
         folder = self.train.get("output_dir")
         if not isinstance(folder, str):
@@ -126,8 +130,7 @@ class Recipe(Section):
                 expected="the folder for the files of the run",
             )
 
-        # `target.quantization` quantizes the target inside this program. Engines that run the
-        # target instead have options of their own.
+        # An engine that runs the target quantizes it by options of its own.
         if self.target.quantization and self.eval.engine != "specdistill":
             raise UserError(
                 "target.quantization",

@@ -109,8 +109,8 @@ class SourceEntry(Section):
     )
     license: str | None = option(
         None,
-        "licence of the source, for the model card of a published draft; null: the licence of pico,"
-        " or the one that the card of the data set on the Hub states",
+        "licence of the source, for the model card of a published draft; null: as the card of the"
+        f" data set on the Hub states it; for pico (built-in data), {BUILT_IN_LICENSES['pico']}",
         condition=SOURCE_HAS_ROWS,
     )
     num_prompts: int | None = option(

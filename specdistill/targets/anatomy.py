@@ -310,26 +310,29 @@ def _find_factor(x: Tensor, y: Tensor) -> float | None:
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
-    """Find the scale and the cap with which a class computes y = cap · tanh(scale · x / cap).
+    """Find the scale and the cap in a model's formula for logits, cap · tanh(scale · x / cap).
+
+    In this formula, x is the output of the head's linear layer. A model without a cap computes
+    scale · x.
 
     Args:
-        x: known numbers, from `_build_powers_of_two`.
-        y: the logits that the class computes from these numbers.
+        x: known numbers in place of that output, from `_build_powers_of_two`.
+        y: the logits that the model computed from x.
 
     Returns:
-        A pair of the scale and the cap, in which the cap is None if y = scale · x. If the class
-        computes any other function, None is returned instead of a pair.
+        The scale and the cap; the cap is None if y = scale · x. Instead of this pair, None is
+        returned if the model computes any other function of x.
     """
     if x.shape != y.shape:
         return None
     x = x.flatten()
     y = y.flatten().double()
-    # x[0] = 2^-12 is so small that a cap does not change its logit, which so shows the scale. If
-    # there is a cap, the largest logit is equal to the cap. `finish` does not use the head's linear
-    # layer, so the layer is None here.
+    # x[0] = 2^-12 is so small that a cap does not change its logit. So y[0] = scale · x[0].
     scale = _snap_to_one(float(y[0] / x[0]))
+    # The largest numbers are so large that their logits are equal to the cap, if there is one.
     largest_logit = float(y.abs().max())
     for cap in (None, largest_logit):
+        # `finish` computes the formula. It does not use the linear layer, so this is None here.
         if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
             return scale, cap
     return None

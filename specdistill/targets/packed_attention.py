@@ -498,10 +498,9 @@ def _split_blocks(
 
 
 def _has_fused_kernel(like: Tensor) -> bool:
-    """Return whether a fused kernel computes the attention of one document at a time: on a CPU.
+    """Return whether the tensor is on a CPU, which has a fused kernel for a single document.
 
-    On a GPU, one kernel computes all documents at once if it can (`_has_one_kernel`). Otherwise no
-    fused kernel is used.
+    On a GPU, a fused kernel computes all documents at once where it can (`_has_one_kernel`).
     """
     return like.is_cpu
 

@@ -213,7 +213,7 @@ def test_targets_that_cannot_read_a_tree_are_refused(
         monkeypatch.setattr(
             target, "features", lambda *a, ignored=ignored, **o: plain(*a, **{**o, ignored: None})
         )
-        with refused("eval.tree", "tiny, which reads a branch of a tree differently"):
+        with refused("eval.tree", "tiny, which does not compute the same hidden states"):
             check_reads_trees(target)
     monkeypatch.setattr(target.config, "_attn_implementation", "flash_attention_2")
     with refused("target.attn", "a tree with attention flash_attention_2"):

@@ -50,9 +50,13 @@ class PublishedFigure(Section):
     """The published figures at one K."""
 
     num_speculative_tokens: int = option(..., "K, draft tokens per round", ge=1)
-    mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
+    mean_acceptance_length: float = option(
+        ..., "1 + num_accepted_tokens / num_drafts, as vLLM counts", ge=1
+    )
     acceptance_rate_per_position: list[float] = option(
-        [], "for each of the K positions: share of drafts whose token was accepted; []: not stated"
+        [],
+        "for each of the K positions: the draft tokens accepted there, divided by num_drafts; []:"
+        " not stated",
     )
     num_drafts: int | None = option(None, "rounds in which something was drafted", ge=1)
     num_accepted_tokens: int | None = option(None, "draft tokens that were accepted", ge=0)

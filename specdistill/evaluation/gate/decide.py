@@ -866,12 +866,12 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
 
 
 def _name_bound(side: str, rule: Rule, estimate: Estimate) -> str:
-    """Return text such as `lower 95% bound `, which is put before the end of an interval.
+    """Return text such as `lower 95% bound `, which a message puts before the bound's value.
 
     Args:
-        side: `lower` or `upper`.
-        rule: the rule, whose confidence the interval has.
-        estimate: the value. Without an interval the text is empty.
+        side: which bound of the confidence interval is meant: `lower` or `upper`.
+        rule: the rule, which states the confidence, e.g. 0.95.
+        estimate: the estimate. If it has no interval, the text is empty.
     """
     return f"{side} {rule.confidence:.0%} bound " if estimate.interval else ""
 

@@ -48,9 +48,9 @@ class BlockLossConfig(SoftLossConfig):
 
     d_pace: float | None = option(
         None,
-        "weight the loss of a drafted position by how many tokens are expected to be accepted from"
-        " it on (D-PACE), if a token to which the draft gives the probability p is accepted with"
-        " probability d_pace + (1 - d_pace) * p; null: weights by loss.step_decay",
+        "use D-PACE: the loss of a drafted position is weighted by the expected number of accepted"
+        " tokens from this position on; if the draft gives a token the probability p, its chance"
+        " to be accepted is taken as d_pace + (1 - d_pace) * p; null: weights by loss.step_decay",
         ge=0,
         le=1,
     )

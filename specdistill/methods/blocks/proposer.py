@@ -54,8 +54,8 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             """Return the logits [B, W] of slot `step` of each row's block.
 
-            DSpark corrects them by the token that was drafted in the slot before. `chains` calls
-            this once for each draft token.
+            `chains` calls this once for each draft token. If the draft is a DSpark draft, it adds a
+            correction to the logits, which depends on the token drafted in the slot before.
 
             Args:
                 step: the index of the slot.
@@ -85,10 +85,11 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         def expand(index_BT: Tensor, parents_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] of the tokens that may follow each of T nodes.
 
-            The nodes are one level of the tree. `grow` calls this for one level after the other.
-            The logits of the next level come from the next slot, so they are the same after all
-            nodes. Only DSpark corrects them by the token of the node. If the correction is an RNN,
-            it depends on all tokens from the root to the node.
+            `grow` calls this for each level of the tree in turn; the T nodes are one level. All
+            logits of the next level come from one position of the block, the next slot. So they are
+            the same for all T nodes, unless the draft is a DSpark draft. DSpark adds a correction
+            to the logits, which depends on the node's token. If the correction is an RNN, it
+            depends on all tokens from the root to the node.
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.

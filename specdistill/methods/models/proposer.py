@@ -443,8 +443,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.take_uncached(num_unchanged) if row.ids else [])
 
-        # Cut rejected tokens off the KV cache. `row.cached` is what the cache will hold after the
-        # row was fed. The tokens of the feed are the last of it. The cache keeps those before them.
+        # Cut rejected tokens off the KV cache. `take_uncached` has already added the tokens of the
+        # feed to the end of `row.cached`, but they are not fed yet. So the cache keeps only the
+        # tokens before them.
         num_kept = [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
         self.layers.truncate(num_kept)
         return feeds, steps

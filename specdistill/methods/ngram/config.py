@@ -58,18 +58,21 @@ class NgramEvalConfig(EvalConfig):
         if not ENGINE_IS_STARTED.holds(self):
             return self
 
-        # An engine always searches prompt and output (`sequence`), by its own rule. llama.cpp's
-        # rule must be stated. For vLLM the default, `specdistill`, is accepted, too: it looks up
-        # the same n-grams, and differs only in which occurrence it continues, and how far.
+        # An engine always searches both prompt and output, so `lookup` must be `sequence`. It
+        # always uses its own rule. For llama.cpp, the recipe must set this rule. For vLLM, it may
+        # also leave the default, `specdistill`. This looks up the same n-grams as vLLM's rule, and
+        # differs only in which occurrence is continued, and how far.
         is_llama_cpp = self.engine == "llama.cpp"
         accepted_rules = ("llama.cpp",) if is_llama_cpp else ("specdistill", self.engine)
         check_engine_values(self, "ngram", rule=accepted_rules, lookup=("sequence",))
         if not is_llama_cpp:
             return self
 
-        # llama.cpp drafts nothing if `max` exceeds K. `LookupFirstConfig` has this check, because
-        # it is the same for a lookup in front of a draft.
-        lookup = LookupFirstConfig(min=self.ngram.max, max=self.ngram.max)
+        # llama.cpp always compares exactly `max` tokens, and drafts nothing if `max` exceeds K. A
+        # lookup in front of a draft has the same limits, and `LookupFirstConfig` can check them.
+        # There, min = max stands for the one length that llama.cpp compares.
+        num_compared = self.ngram.max
+        lookup = LookupFirstConfig(min=num_compared, max=num_compared)
         lookup.check_engine("eval.ngram", self.engine, self.smallest_k)
 
         # Keys with `draft` in their names, such as `spec_draft_threads`, are about a draft model,

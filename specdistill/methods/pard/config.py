@@ -20,15 +20,15 @@ class PardDraftConfig(DraftModelDraftConfig):
     )
     retention: float = option(
         0.7,
-        "of all tokens, only the share retention ** i is followed by a mask i in training, to save"
-        " time (conditional drop); 1: every token has all masks",
+        "share of the tokens, chosen at random, that mask 1 follows in training; for mask i it is"
+        " retention ** i (conditional drop, to save time); 1: every token has all masks",
         gt=0,
         le=1,
     )
     min_retention: float = option(
         0.2,
-        "mask i is trained after at least this share of the tokens, even if retention ** i is"
-        " smaller",
+        "least share of the tokens that mask i follows in training; it replaces retention ** i"
+        " where that is smaller",
         ge=0,
         le=1,
     )

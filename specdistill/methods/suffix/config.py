@@ -16,29 +16,31 @@ from specdistill.recipe.sections import (
 class SuffixConfig(Section):
     """The section `eval.suffix`: how suffixes are looked up."""
 
-    min: int = option(1, "fewest tokens that must match", ge=1)
-    max: int = option(24, "most tokens that are matched", ge=1)
+    min: int = option(
+        1, "tokens of the shortest suffix (the last tokens of the text) that is looked up", ge=1
+    )
+    max: int = option(24, "tokens of the longest suffix that is looked up", ge=1)
     max_cached_requests: int = option(
         10000,
         "number of earlier requests, the latest ones, whose outputs are searched too; 0: none",
         ge=0,
     )
     max_spec_factor: float = option(
-        1.0, "longest draft, as a multiple of the number of tokens that matched", gt=0
+        1.0, "longest draft, as a multiple of the length of the suffix that was found", gt=0
     )
     min_token_prob: float = option(
         0.1,
         "the draft ends before its estimated probability falls below this value; the estimate is"
-        " the product of its tokens' relative frequencies after the match",
+        " the product of its tokens' relative frequencies after the suffix",
         ge=0,
         le=1,
     )
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "SuffixConfig":
-        """Check that `min` is at most `max`, and that the longest match allows a draft token."""
+        """Check that `min` is at most `max`, and that the longest suffix allows a draft token."""
         check_lengths(self)
-        # A match of n tokens allows up to `max_spec_factor` * n draft tokens, rounded down.
+        # A suffix of n tokens allows up to `max_spec_factor` * n draft tokens, rounded down.
         if self.max_spec_factor * self.max < 1:
             raise UserError(
                 "eval.suffix.max_spec_factor",

@@ -58,10 +58,10 @@ def compute_head_loss(
     The logits of all rows never exist at once. The gradient reaches the rows and the head's weight
     and bias.
 
-    A row is the K hidden states that predict one token, one for each drafted position. The logits
-    of all K are compared with the same target. For example, training unrolls an EAGLE-3 head for K
-    steps, and each step predicts the same R tokens. If each drafted position has a target of its
-    own, pass each of its hidden states as a row of its own, with K = 1.
+    Each row has K hidden states, one for each drafted position. All K predict the same token, so
+    their logits are compared with the same target. For example, training unrolls an EAGLE-3 head
+    for K steps, and each step predicts the same R tokens. If the drafted positions predict
+    different tokens, pass K = 1, and make each hidden state a separate row.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.
