@@ -6,7 +6,11 @@ Its table of engines is what the methods state.
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from specdistill.common.project import ROOT
+from specdistill.evaluation.report.files import read_report
+from specdistill.evaluation.report.text import print_gate
 from specdistill.methods import METHODS
 from specdistill.serving.engines import ENGINES
 
@@ -51,6 +55,14 @@ def test_figures_stand_on_the_pages_that_they_link_to() -> None:
     counts = re.findall(r"^## [^\n]*: (\d+)$", read_page("targets.md"), re.MULTILINE)
     num_decoded, num_other, _ = map(int, counts)
     assert num_decoded + num_other == 179
+
+
+def test_gate_lines_are_those_of_the_sample_report(capsys: pytest.CaptureFixture[str]) -> None:
+    print_gate(read_report(ROOT / "docs" / "sample")[0])
+    printed = capsys.readouterr().out.splitlines()
+    (block,) = re.findall(r"```text\n(passed .*?)```", README, re.DOTALL)
+    assert len(block.splitlines()) == 2
+    assert set(block.splitlines()) <= set(printed)
 
 
 def test_recipes_have_the_computed_figures() -> None:
