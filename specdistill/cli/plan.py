@@ -155,7 +155,8 @@ def print_plan(
     )
     _print_commands(recommendation["start"] or "", console)
     # If a shipped recipe is recommended, the last alternative is a method without such a recipe.
-    # `generated` then has the commands for this method, which are printed only with details.
+    # `generated` then has the commands for this method, which are printed only with details. It is
+    # None for n-gram lookup, and for a draft that cannot be trained here.
     last_commands = recommendation["generated"]
     if recommendation["alternatives"]:
         hint = ""

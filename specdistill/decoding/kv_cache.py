@@ -363,7 +363,7 @@ class DraftKVCache(BatchKVCache):
     def _begin_masked(self, position_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Build the mask for a step of several rows; return (cos, sin) of its new tokens.
 
-        Several rows always need a mask, because they have different lengths.
+        Several rows always get a mask, because their lengths may differ.
 
         Args:
             position_BT: [B, T], the position of each new token.

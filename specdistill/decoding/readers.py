@@ -42,7 +42,7 @@ MIN_CACHE_SIZE = 256
 # How often the check of a graph is run on CUDA. torch runs a new graph eagerly at first, and then
 # records it. Only later passes replay the recording, and such a pass is compared.
 NUM_WARM_UP_PASSES = 3
-# Token ids of the sequence that shows whether a graph computes what the target computes. After the
+# Token ids of the sequence that shows whether a reader computes what the target computes. After the
 # prompt a pass reads REJECTED_TOKENS: the root, which is kept, and a draft token, which is not.
 # NEXT_TOKENS has the same root, and the token that replaces the rejected one.
 PROMPT = [1, 2, 3]

@@ -179,13 +179,13 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         continues from one document into the next, or for ALiBi, which goes on counting positions
         where a new document begins.
     """
-    # Make two rows of NUM_TOKENS (12) tokens. Each row packs two documents of six tokens, so its
-    # position ids are 0 to 5, and again 0 to 5.
+    # Make two rows. Each row packs two documents of half its tokens, so its position ids count up
+    # twice from 0. They are dense, not an expanded view, because those of real batches are.
     backbone = find_backbone(model)
     document_length = NUM_TOKENS // 2
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
-    positions_T = torch.arange(document_length, device=model.device).repeat(2)
-    inputs = {"input_ids": ids_BT, "position_ids": positions_T.expand(2, -1)}
+    positions_BT = torch.arange(document_length, device=model.device).repeat(2, 2)
+    inputs = {"input_ids": ids_BT, "position_ids": positions_BT}
     documents = Documents.from_positions(inputs["position_ids"])
 
     def run(backbone_inputs: BackboneInputs) -> Tensor:

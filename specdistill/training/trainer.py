@@ -248,7 +248,7 @@ class DistillationTrainer(ResumableTrainer):
                 "train.metric_for_best_model",
                 got=f"{metric}, which the held-out rows do not measure",
                 expected=(
-                    "acceptance_length, or held-out rows with longer answers (more than k tokens"
+                    "acceptance_length, or held-out rows with longer answers (at least k tokens"
                     " for a metric of drafted position k)"
                 ),
             )

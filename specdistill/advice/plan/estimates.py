@@ -374,14 +374,14 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
         UserError: if the existing draft does not suit the target.
     """
     # Find a shipped recipe, whose settings say how the draft is built and trained. If a recipe is
-    # made for this target, `find_recipe` returns its name and settings. Otherwise it returns the
-    # name of a recipe for small targets, and empty settings; without such a recipe, the name is
-    # None.
+    # made for this target, `find_recipe` returns its name and settings. Otherwise it returns empty
+    # settings, and the name of a recipe for small targets, or else of one for pico, the tiny target
+    # that ships with the package. The name is None if there is neither.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name, scenario.own_recipes)
 
-    # The settings of a recipe for small targets are used in two cases: the target is small, or the
-    # plan is for a CPU (a `Machine`), where larger sizes would take too long.
+    # The settings of that recipe are used in two cases: the target is small, or the plan is for a
+    # CPU (a `Machine`), where larger sizes would take too long.
     is_small = target.parameters <= MAX_SMALL_TARGET_PARAMETERS
     is_on_cpu = isinstance(scenario.device, Machine)
     if not settings and recipe and (is_small or is_on_cpu):
@@ -857,7 +857,7 @@ def find_recipe(
     Returns:
         The name and the keys of the recipe that names the target or is for its sizes. If there is
         none: the name of the recipe for small targets, or else of the one for pico (the tiny target
-        that ships with the package), and no keys. If there is no recipe at all: None and no keys.
+        that ships with the package), and no keys. If there is neither: None and no keys.
     """
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")

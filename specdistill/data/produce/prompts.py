@@ -309,8 +309,8 @@ def _split_source(
     """
     # Estimate how many prompts give this source's share of the block's tokens. Too many are better
     # than too few, so assume that each prompt gives few tokens. An answer in a conversation is
-    # assumed to have SHORT_ANSWER tokens. Some texts are continued to half a row, and others to a
-    # whole row (see `choose_row_lengths`). The estimate assumes half a row for all.
+    # assumed to have SHORT_ANSWER tokens. Texts may be continued to two lengths, usually half a row
+    # and a whole row (see `choose_row_lengths`). The estimate assumes the shorter one for all.
     block = plan.block
     config = plan.config
     source = plan.sources[number]

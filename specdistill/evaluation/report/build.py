@@ -230,13 +230,14 @@ def build_theory(
     - alpha, the acceptance probability of a draft token;
     - v, the cost of verifying a round, and c, the cost of drafting a token, both in steps of plain
       decoding. For a tree, K is the depth, and c·K is the cost of drafting all nodes;
-    - the predicted speedup at each number K' of draft tokens up to K.
+    - the predicted speedup at 0 and K draft tokens, and at each number K' between that was timed.
 
     Args:
         row: the report's row of the whole suite.
-        costs: the costs of a round at each K' up to K, timed on a few prompts or estimated. The
-            row has the cost at K over all prompts. So the cost at K' is taken as that of the row,
-            times costs[K'] / costs[K].
+        costs: the costs of a round at K' up to K, timed on a few prompts. A K' that was not timed
+            is absent. Empty for trees and for drafts behind a lookup. The row has the cost at K
+            over all prompts. So the cost at K' is taken as that of the row, times
+            costs[K'] / costs[K].
         passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
         depends_on_width: whether the acceptance of a token depends on how many tokens are drafted,
             as for some block drafters. Then the acceptance at a K' below K is unknown.

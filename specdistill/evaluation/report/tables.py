@@ -406,9 +406,9 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
         predicted |= dict(_model_shorter_lengths(row, report))
     measured = {row["num_speculative_tokens"]: row["speedup"] for row in rows}
 
-    # Find the margin. A prediction is only as precise as the times of verification that it is made
-    # from. These should rise with K. `cost_deviation` is the largest relative distance of one of
-    # them from a rising curve: it shows how noisy they are. The margin is at least as large.
+    # Find the margin. A prediction is only as precise as the times that it is made from. The times
+    # of verification should rise with K. `cost_deviation` is the largest relative distance of one
+    # of them from a rising curve: it shows how noisy they are. The margin is at least as large.
     timing_noise = report.get("theory", {}).get("cost_deviation", 0.0)
     margin = max(BETTER_K_GAIN, timing_noise)
 

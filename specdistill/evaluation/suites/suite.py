@@ -473,26 +473,25 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
     return [items[index] for index in sorted(chosen)]
 
 
-def _find_suite_file(name: str | None, key: str, target: str | None = None) -> Path:
+def _find_suite_file(name: str | None, key: str, target: str = "pico") -> Path:
     """Find the YAML or jsonl file of a suite, by its path or name.
 
     Args:
-        name: the path of the file, or the name of a suite under `eval/suites`. None: the user gave
-            no suite, and the target has no default suite. This is an error.
+        name: the path of the file, or the name of a suite under `eval/suites`. None or empty: there
+            is no suite, which is an error.
         key: the recipe key to name in errors.
-        target: the name of the target, for the error that it has no default suite. It is only
-            needed if `name` is None.
+        target: the name of the target, for the error that there is no suite.
 
     Raises:
-        UserError: if there is no such file.
+        UserError: if there is no suite, or no such file.
     """
     # Try `name` as a path first, then as the name of a suite.
     for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
 
-    # There is no such file. Say which suites there are. If none was given, name the target, because
-    # only pico has a default suite. For a CSV file, say how to convert it.
+    # There is no such file. Say which suites there are. Without a name, say for which target one is
+    # required. For a CSV file, say how to convert it.
     known_suites = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known_suites)}, a suite YAML or a jsonl file"
     if not name:

@@ -121,12 +121,13 @@ def split_blocks(
         Four integers for each chunk: its first block, the block after its last one, the first token
         of the flattened batch that any of its blocks attends to, and the token after the last one.
     """
-    # A block sees its document up to its anchor. Find where these documents start in the flattened
-    # batch. For example, the anchor 10 with position 3 in its document: the document starts at 7.
+    # A block sees the tokens of its document before its anchor. Find where these documents start in
+    # the flattened batch. For example, the anchor 10 with position 3 in its document: the document
+    # starts at 7.
     position_in_document_N = batch["position_ids"].flatten()[anchors_N]
     document_starts_N = anchors_N - position_in_document_N
 
-    # A chunk sees the tokens from the start of its first document up to its last anchor.
+    # The tokens that a chunk sees start with its first document, and end before its last anchor.
     size = max(1, SLOTS_PER_CHUNK // block_size)
     chunks = []
     for first_block in range(0, len(anchors_N), size):

@@ -168,8 +168,8 @@ class ChainAttention(torch.autograd.Function):
 
         The unroll runs draft steps 0, 1, … from every position of the batch. The steps from one
         position, the root, are a chain, so S positions have S chains. The query of a chain sees the
-        keys of step 0 at positions up to its root. It also sees the keys of the steps 1 to k of its
-        own chain.
+        keys of step 0 at the positions of its document up to its root. It also sees the keys of the
+        steps 1 to k of its own chain.
 
         A kernel attends to step 0. The chain's own keys are merged into its result, as if one
         softmax had run over all keys. The equations are at the top of this file.
@@ -253,15 +253,13 @@ class ChainAttention(torch.autograd.Function):
         # over them.
         scale = query.shape[-1] ** -0.5
         step_grads = [dk_SGd, dv_SGe]
-        q, do, o, dq = (_group_heads(x, key) for x in (query, grad, output, dq_SNd))
-        do_o = (do * o).sum(-1, keepdim=True)
+        q, do, dq = (_group_heads(x, key) for x in (query, grad, dq_SNd))
+        do_o = (do * _group_heads(output, key)).sum(-1, keepdim=True)
         for p, k, v in zip(chain_weights, chain_keys, chain_values, strict=True):
-            do_v = (do * v.unsqueeze(2)).sum(-1, keepdim=True)
-            ds_scaled = p * (do_v - do_o) * scale
+            ds_scaled = p * ((do * v.unsqueeze(2)).sum(-1, keepdim=True) - do_o) * scale
             dq = dq + ds_scaled * k.unsqueeze(2)
-            dk = (ds_scaled * q).sum(2)
-            dv = (p * do).sum(2)
-            step_grads += [dk.to(k.dtype), dv.to(v.dtype)]
+            step_grads.append((ds_scaled * q).sum(2).to(k.dtype))  # dk
+            step_grads.append((p * do).sum(2).to(v.dtype))  # dv
 
         # Lengths, longest and window have no gradient.
         return dq.flatten(1, 2).to(query.dtype), None, None, None, *step_grads

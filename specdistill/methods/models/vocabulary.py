@@ -105,8 +105,8 @@ def match_vocabularies(
         draft_vocab_size: the width of the draft's logits.
         heterogeneous_vocab: whether the tokenizers may differ. None: they may not, and the error
             does not suggest this key, because the command has none.
-        token_replacements: maps the text of a target token to the text that the draft reads and
-            writes in its place.
+        token_replacements: maps the text of a target token to the text that the draft reads in its
+            place. If this is exactly one token of the draft, drafting it proposes the target token.
         key: the recipe key of the draft, to name in errors.
 
     Returns:
