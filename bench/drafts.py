@@ -26,7 +26,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import format_recipe, load_recipe
 
-TRAINING = "Training is the time of its steps, without the generation of its data."
+TRAINING = "Training times exclude the generation of data."
 
 # The columns of the table of methods.
 HEAD = (
@@ -182,10 +182,13 @@ def describe_shape(report: Report) -> str:
     # draft proposes a tree or a chain.
     lookup = settings.get("drafting", {}).get("lookup_first")
     if lookup:
-        shape = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
+        shape = (
+            describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']} tokens"
+        )
         return (
-            f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last"
-            f" {lookup['min']} or more occurred before; elsewhere its draft proposes a {shape}."
+            f"Where the last {lookup['min']} or more tokens occurred before, `{method}` proposes up"
+            f" to {settings['num_speculative_tokens']} that followed them; elsewhere its draft"
+            f" proposes a {shape}."
         )
     if settings["tree"]:
         return f"`{method}` proposes a {describe_tree(settings['tree'])}; K is the tree's depth."

@@ -356,9 +356,11 @@ def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) ->
         failed = chances_by_change[-threshold]["failed"]
         rows.append([str(number), f"{passed:.1%}", f"{failed:.1%}"])
     head = ["prompts", "no change: passed", f"a true drop of {threshold:.0%}: failed"]
+
+    # Say which draft is the new one: "eagle3 to eagle" -> "eagle3 replaced by eagle".
+    drafts = population.name.replace(" to ", " replaced by ")
     return (
-        f"`{rule.metric}`, `max_regression: {threshold:g}`,"
-        f" {population.name}:\n\n{format_table(head, rows)}"
+        f"`{rule.metric}`, `max_regression: {threshold:g}`, {drafts}:\n\n{format_table(head, rows)}"
     )
 
 

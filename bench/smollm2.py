@@ -660,7 +660,7 @@ def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:
         *filter(None, map(describe_shape, reports_by_name(compared).values())),
         "By suite, the fastest first: speedup, and the acceptance length.",
         format_cells(format_by_category(compared)),
-        "Tried before on the prompts that were set aside:",
+        "Tried on other prompts to choose K, the tree and the lookup:",
         shapes,
         format_caption(
             sampled["candidates"][0]["report"], f"{title}, sampled", format_shared_settings(sampled)

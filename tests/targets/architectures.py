@@ -314,20 +314,20 @@ def format_tables(rows: list[KindRow]) -> str:
     served, refused, untried = (
         [row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED)
     )
-    return f"""Tried with a tiny random model of each type that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
-`python -m tests.targets.architectures`; the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py)
-decodes with each and compares with `generate()`.
+    return f"""`python -m tests.targets.architectures` tried a tiny random model of each type that `AutoModelForCausalLM` knows (transformers {transformers.__version__});
+the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py) decodes with each model and compares its
+output with that of `generate()`.
 
 ## {SERVED}: {len(served)}
 
-N-gram and suffix lookup work for all, and so does a trained smaller model: `method=draft_model` or `pard` with `draft.init=PATH`.
+N-gram and suffix lookup work for all of these types, and so does a trained smaller model: `method=draft_model` or `pard` with `draft.init=PATH`.
 
 - *Layers*: recurrent layers keep a state; decoding copies it to undo rejected draft tokens.
 - *Logits*: what the class does to its head's output.
 - *Drafts made from the target*: methods whose draft is built from the target alone. *All* are
   {", ".join(TRAINED)}. Methods are missing where the class lacks RMS norms, a rotary
-  embedding, a single residual stream or plain attention. `specdistill plan` says the same of a checkpoint, and why (`details=true`).
-  Engines may serve fewer, as for [Gemma 3 and 4](#heads-for-gemma-3-and-4).
+  embedding, a single residual stream or plain attention. `specdistill plan` says which methods are possible for a checkpoint, and with
+  `details=true` why others are not. An engine may serve drafts of fewer methods, as for [Gemma 3 and 4](#heads-for-gemma-3-and-4).
 - *Trees*, *batches* and *packing* say whether `eval.tree`, `eval.batch_size` above 1 and `data.packing` work.
   *No mask*: attention separates packed documents without a mask.
 
@@ -343,7 +343,7 @@ N-gram and suffix lookup work for all, and so does a trained smaller model: `met
 
 ## {UNTRIED}: {len(untried)}
 
-The test could not make a tiny model of these types; loading tests them.
+The test could not make a tiny model of these types; loading a model tests its class.
 
 | {KIND} | error of the config |
 | --- | --- |

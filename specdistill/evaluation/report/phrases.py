@@ -115,7 +115,7 @@ METRICS = {
     ),
     "prediction_gap": ("gap between measured and predicted speedup", ".3g", "%", 100),
     "context_ratio": (
-        "ratio of long-context to shorter-context acceptance length",
+        "acceptance length at long contexts relative to shorter ones",
         ".3g",
         "%",
         100,
@@ -528,7 +528,7 @@ def note(rule: RuleDocument) -> str:
     confidence = "" if is_usual_confidence else f"at {rule['confidence']:.0%} confidence"
     needed = rule["prompts_needed"]
     prompts = f"{format_about(needed)} prompts could decide" if needed else ""
-    return ", ".join(filter(None, (confidence, prompts)))
+    return " ".join(filter(None, (prompts, confidence)))
 
 
 def format_evidence(rule: RuleDocument) -> str:

@@ -422,7 +422,7 @@ def test_a_rule_says_each_value_once_with_its_unit(report, records):
         "confidence": 0.8,
         "prompts_needed": 45_634,
     }
-    assert phrases.note(unsure) == "at 80% confidence, more than 10,000 prompts could decide"
+    assert phrases.note(unsure) == "more than 10,000 prompts could decide at 80% confidence"
 
 
 def test_a_page_changes_between_its_marks_alone(tmp_path):
