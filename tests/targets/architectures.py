@@ -304,9 +304,8 @@ def _is_supported(attempt: Any) -> bool:
 
 
 def _extract_reason(error: UserError) -> str:
-    """Return the reason in the message of a refusal."""
-    got = str(error).partition(": got ")[2].rpartition(", expected")[0]
-    return got.partition(": ")[2] or got
+    """Return the reason of a refusal: what was got, without the name of the model before it."""
+    return error.got.partition(": ")[2] or error.got
 
 
 def format_tables(rows: list[KindRow]) -> str:
