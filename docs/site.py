@@ -74,9 +74,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             address = f"{page_name}{anchor}"
             return f"[{text}]({GENERATED.get(address, address)})"
 
-        # A file of the repository. Without the repository's address there is nothing to link to.
+        # A file of the repository. Without the repository's address there is nothing to link to, so
+        # write the file's path.
         if not config.repo_url:
-            return text
+            return text if name in text else f"{text} (`{name}`)"
         kind = "tree" if path.is_dir() else "blob"
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{name}{anchor})"
 
