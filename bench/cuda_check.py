@@ -434,9 +434,11 @@ def count_step_with_gradients(head: PlannedDraft, *, compiled: bool) -> dict[str
 
 
 def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
-    """Return the counts of a pass of the target over packed rows, with compiled layers.
+    """Count the kernels, traffic and arithmetic of a pass of the target with compiled layers.
 
-    The kernels are those that torch's compiler makes of the layers for a CPU.
+    The pass reads packed rows. Its tensors are on the CPU and have no content, so nothing is
+    computed. torch's compiler fuses several operations into one kernel, as it would for a CPU. Each
+    fused kernel counts once.
     """
     with FakeTensorMode() as mode:
         batch = {

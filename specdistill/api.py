@@ -396,9 +396,11 @@ def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
             all settings.
         keys: keys of `specdistill eval`, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
-    # `train.output_dir` is required. A recipe's file and a run have this key, and a default would
-    # override it. A mapping and `keys` may lack it, so they get a default
-    # (ARGUMENTS_WITHOUT_RECIPE). It comes first, so that a value in them overrides it.
+    # The key `train.output_dir` is required. A recipe's file and a run have it. They get no
+    # default: a default is an argument, and every argument overrides the values of a file. A
+    # mapping and `keys` may lack the key, so they get a default (ARGUMENTS_WITHOUT_RECIPE). Their
+    # values are arguments, too. A later argument overrides an earlier one, so the default comes
+    # first.
     is_file_or_run = recipe is not None and not isinstance(recipe, Mapping)
     defaults = [] if is_file_or_run else ARGUMENTS_WITHOUT_RECIPE
     arguments = build_arguments(recipe or {}, keys)

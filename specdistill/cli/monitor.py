@@ -59,8 +59,9 @@ def monitor(arguments: list[str]) -> int:
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
     # Check the output file if one was typed. If it is a link, `realpath` returns the file that the
-    # link points to. `output=` without a path is loaded as None, so it is looked for in the
-    # arguments. It is refused: `realpath("")` is the working directory, and a folder is no file.
+    # link points to. `output=` without a path must be refused, too. It is loaded as None, as if it
+    # was not typed, so look for it among the arguments. The check refuses it, because
+    # `realpath("")` is the working directory, which is a folder and no file.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")

@@ -154,9 +154,10 @@ def print_plan(
         Text.assemble((f"Recommended: {choice}", "bold"), f", {recommendation['reason']}")
     )
     _print_commands(recommendation["start"] or "", console)
-    # If a shipped recipe is recommended, the last alternative is a method without such a recipe.
-    # `generated` then has the commands for this method, which are printed only with details. It is
-    # None for n-gram lookup, and for a draft that cannot be trained here.
+    # `generated` has the commands for the last alternative, which are printed only with details. It
+    # is given only if a recipe made for this target is recommended: the last alternative is then
+    # the best method without such a recipe. It is None if this method is n-gram lookup, whose
+    # command is printed below anyway, or if its draft cannot be trained here.
     last_commands = recommendation["generated"]
     if recommendation["alternatives"]:
         hint = ""

@@ -346,8 +346,9 @@ class DraftKVCache(BatchKVCache):
         if len(counts) > 1:
             position_BT = self.place(counts, tree_pass=tree_pass)
             return self._begin_masked(position_BT)
-        # A single row needs no indices: all T nodes have the position of its last node. So one
-        # entry of each table is repeated for all of them.
+        # There is a single row. `positions[0]` has the positions of its tree's nodes, those of this
+        # level last. All T nodes of the level have the same position. So one entry of each table is
+        # repeated T times.
         position = tree_pass.positions[0][-1]
         self._advance(counts)
         self._first_key = 0  # the mask has a column for every slot, so `attend` skips none

@@ -32,10 +32,10 @@ PROBE_TREE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
 def get_layer_kinds(config: Any) -> set[str]:
     """Return which kinds of attention layers a model has, such as "full_attention".
 
-    If the config does not list the kinds (`layer_types`), all layers are of one kind. They have a
-    sliding window if the config has a `sliding_window`, and full attention if it has none. In both
-    cases the kind is called "sliding_attention". `build_attention_masks` reads the window, if any,
-    from the config.
+    A config may list the kind of each layer in `layer_types`. Otherwise all layers are of one kind,
+    which this function calls "sliding_attention", even if it is full attention. That does no harm:
+    `build_attention_masks` reads the size of the window from the config, and there is no window if
+    the config has no `sliding_window`.
 
     Args:
         config: the config of the text model.

@@ -282,14 +282,15 @@ def _compare_rope(
         draft_ropes = read_entries(model_config) if has_rope else []
 
     # List the rotary embeddings that the draft may have. Those of the target are allowed. A head
-    # may also have the one that `choose_entry` makes for new heads. It always rotates all
-    # dimensions. If the target's layers rotate only some, it may not be among the target's.
+    # may also have the embedding that `choose_entry` makes for new heads. That embedding rotates
+    # all dimensions. So it may differ from the target's, whose layers may rotate only some.
     allowed_ropes = read_entries(target.text_config)
     parameters = target.text_config.get("rope_parameters")
     if isinstance(shape, HeadShape) and parameters:
         allowed_ropes.append(normalize(choose_entry(parameters), target.text_config))
 
-    # Compare each with the allowed one that differs from it in the fewest settings.
+    # Compare each embedding of the draft with the allowed one that is closest: the one that differs
+    # from it in the fewest settings.
     for rope in draft_ropes:
         closest = min(allowed_ropes, key=lambda allowed: len(find_differing_names(rope, allowed)))
         for name in find_differing_names(rope, closest):

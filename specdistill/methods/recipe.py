@@ -421,9 +421,9 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
     """Return the keys of `eval:` that only some methods have, to define options of a command.
 
     Args:
-        condition: the condition under which the keys have an effect in the command. None: the
-            conditions that they have in a recipe. These need further keys, such as `eval.engine`,
-            so a command without such keys must give a condition of its own.
+        condition: when the keys are used in the command. It replaces the condition that each key
+            has in a recipe. None keeps the conditions of the recipe. They may read other keys, such
+            as `eval.engine`, so a command that lacks those keys must pass a condition.
 
     Returns:
         Type and field of each key by name, as pydantic's `create_model` takes them.

@@ -452,8 +452,9 @@ class ModelConfigInfo:
     @cached_property
     def weightless(self) -> "WeightlessTarget":
         """The target at its full size on the meta device, without weights."""
-        # `WeightlessTarget` needs the tiny random target, which must be able to compute. So create
-        # it, by reading the property, before the meta device is set.
+        # `WeightlessTarget` reads the property `tiny_random`. The first read builds the tiny model,
+        # whose weights must have content. On the meta device they would have none. So read the
+        # property before that device is set.
         _ = self.tiny_random
         with torch.device("meta"):
             return WeightlessTarget(self)

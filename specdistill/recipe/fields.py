@@ -64,11 +64,12 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _add_variant_choices(cls, values: object) -> object:
-        """Add the choice of a variant to the inner sections, before pydantic checks the values.
+        """Prepare the values of inner sections with variants, before pydantic checks them.
 
-        A section has several variants (classes with different keys) if the values of some keys
-        decide which other keys there are. If one key decides, the discriminator, pydantic needs its
-        value to check the section against one variant only. A recipe may leave it to the default.
+        Some sections have variants, which are classes with different keys. If one key of such a
+        section chooses the variant, that key is called the discriminator. pydantic needs its value,
+        to know which class to check the section against. A recipe may leave the key out, so its
+        default is added here (see `_add_variant_choice`).
         """
         # Anything but a mapping is left to pydantic, which reports it.
         if not isinstance(values, Mapping):
@@ -304,16 +305,19 @@ def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
 
 
 def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of a section with the choice of its variant, for pydantic to check.
+    """Prepare the values of a section with variants, so that pydantic can check them.
 
-    Variants are classes with different keys. The record of a run lists the keys of all variants,
-    and must be accepted again, also with another variant. So two kinds of keys are left out:
+    Variants are classes with different keys. If one key (the discriminator) chooses the variant,
+    the result always has this key, with its default if the section leaves it out.
 
-    - a key of other variants only, if it has its default. With any other value it stays, and
+    The record of a run lists the keys of all variants. The record must be accepted as a recipe,
+    even after the user has changed it to another variant. So two kinds of keys are left out:
+
+    - a key that the chosen variant lacks, if it has its default. With any other value it stays, and
       pydantic reports it as unknown;
-    - a key that this variant requires and others lack, if it is null. For example, the record of a
-      run with hidden_states.mode=online has `path: null`. With mode=offline, pydantic then reports
-      `path` as missing.
+    - a key that the chosen variant requires and another variant lacks, if it is null. For example,
+      the record of a run with hidden_states.mode=online has `path: null`. If the user changes the
+      mode to offline, which requires `path`, pydantic then reports `path` as missing.
 
     Args:
         field: the pydantic field of the section, a union of variants.
@@ -328,8 +332,9 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     if isinstance(field.discriminator, str):
         completed[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
-    # Leave out the two kinds of keys that the docstring names. For both, `find_default_in` returns
-    # the value to leave out: None for a required key that other variants lack.
+    # Leave out the two kinds of keys that the docstring names, if they have the value that the
+    # record of a run gives them. `find_default_in` returns this value: the default of a key, or
+    # None for a key that one variant requires and another lacks.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields
@@ -429,8 +434,9 @@ def list_leaves(variants: Sequence[type[Section]], prefix: str = "") -> Iterator
 def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
     """Return a key's type in words; if it differs between variants, all types joined with `|`.
 
-    A recipe may set a key to null if its variant of the section lacks the key. So "or null" is
-    added to the type of a key that some variants require and others lack.
+    Variants are forms of a section with different keys. A key may be required in one variant and
+    unknown in another, where a recipe may only set it to null. The type of such a key ends in
+    "or null".
     """
     fields = [variant.model_fields[name] for variant in variants if name in variant.model_fields]
     kinds = dict.fromkeys(describe_kind(field) for field in fields)

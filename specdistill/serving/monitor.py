@@ -237,20 +237,21 @@ def _explain_missing_interval(
         num_drafts: the number of drafts in that time.
         num_parts: the number of parts in which something was drafted.
     """
-    # An interval needs enough drafts, in at least two parts.
+    # An interval needs at least MIN_BUCKET_ROUNDS drafts, in at least two parts of the time.
     if num_drafts < MIN_BUCKET_ROUNDS:
         return f"{num_drafts} drafts are too few, at least {MIN_BUCKET_ROUNDS}"
     if num_parts < 2:
         return "no interval: something was drafted in one part of the time only"
 
-    # If an engine counts the drafts of a request only when the request ends, all of them are in one
-    # part, however long the request takes. For such an engine `latency` is empty.
+    # An interval also needs independent parts: the drafts of most requests must lie in one part.
+    # For an engine that counts all drafts of a request when the request ends, this is always so.
+    # `latency` is empty for such an engine.
     if not client.latency:
         return ""
 
-    # Other engines count drafts while a request runs, so those of a long request are in several
-    # parts, which are then not independent. So the mean duration of a request must be below the
-    # share MAX_BLUR_SHARE of a part. `latency` names the engine's histogram of durations.
+    # Other engines count drafts while a request runs. A long request then has drafts in several
+    # parts. So requests must be short: on average they must take less than MAX_BLUR_SHARE times the
+    # duration of a part. `latency` is the name of the engine's histogram of request durations.
     sum_name = f"{client.latency}_sum"
     count_name = f"{client.latency}_count"
     request_seconds = pages[-1].get(sum_name, 0.0) - pages[0].get(sum_name, 0.0)

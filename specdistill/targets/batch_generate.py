@@ -254,10 +254,10 @@ class BatchPlan:
 def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes: int) -> BatchPlan:
     """Plan a batch of at most `batch_size` rows that fits the free memory.
 
-    On a CPU, the rows of a batch are divided into parts. Several parts are generated at a time. If
-    memory is short, fewer parts are generated at a time. This changes no token. If not even one
-    part fits, the batch gets fewer rows: their number is halved until one part fits. This changes
-    what is sampled.
+    On a CPU, the rows of a batch are divided into parts, and several parts are generated at a time.
+    If memory is short, fewer parts are generated at a time. The generated tokens stay the same. If
+    not even one part fits, the number of rows is halved until one part fits. Then the batch is
+    divided in another way, so other tokens are sampled.
 
     Args:
         batch_size: the most rows.
@@ -267,8 +267,9 @@ def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes
     """
     fitting_rows = max(1, int(MEMORY_SHARE * free_bytes) // row_bytes)
 
-    # Halve the rows of the batch until one part fits. Half the rows may be split into half the
-    # parts, which are then no smaller. In this case the rows are halved again.
+    # Halve the rows of the batch until one part fits. A smaller batch may be split into fewer
+    # parts: half the rows in half the parts leave each part as large as before. In this case the
+    # rows are halved again.
     num_rows = batch_size
     part_rows = choose_part_rows(num_rows, device)
     while num_rows > 1 and part_rows > fitting_rows:

@@ -79,7 +79,8 @@ def _append_positions(
 
     Args:
         buffer: [B, G, room, d], with room for S positions or more; None before the first pass.
-        shown: the keys or values [B, G, S, d] of the S positions that the layer holds.
+        shown: the keys or values [B, G, S, d] of the S positions that the layer holds. Usually it
+            is a view of the beginning of the buffer.
         num_held: S.
         new: keys or values [B, G, T, d] of the T new positions.
 
@@ -89,9 +90,9 @@ def _append_positions(
     # transformers sets keys and values to None until a layer is initialized, which it is by now.
     assert shown is not None
     end = num_held + new.shape[-2]
-    # Allocate a longer buffer if there is none, or if the new positions do not fit. A batch that
-    # drops rows replaces the layer's keys and values by smaller tensors, which are then no longer
-    # the beginning of the buffer.
+    # Allocate a new buffer if there is none, if the new positions do not fit, or if `shown` is no
+    # view of the buffer (their addresses differ). The last case comes after rows of the batch were
+    # dropped: transformers then copies the remaining rows into tensors of their own.
     if buffer is None or buffer.data_ptr() != shown.data_ptr() or buffer.shape[-2] < end:
         buffer = new.new_empty(
             *new.shape[:-2], end + max(MIN_SPARE_POSITIONS, end // 4), new.shape[-1]

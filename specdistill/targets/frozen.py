@@ -369,12 +369,12 @@ class FrozenTarget:
 
     @cached_property
     def _maskless(self) -> list[PreTrainedConfig]:
-        """The configs whose attention `features` replaces in passes that continue a KV cache.
+        """The configs to switch to the attention `attend` in passes that continue a KV cache.
 
-        A config names the attention of the model, or of a part of it. In such a pass `features`
-        makes these configs name `attend`, which needs no mask tensor. The list is empty on a CPU.
-        It is also empty if `attend` cannot compute the model's attention (see
-        `find_maskless_configs`).
+        A config names the attention function of the model, or of a part of it. The function
+        `attend` needs no mask tensor. `features` switches the configs to it while such a pass runs.
+        The list is empty on a CPU. It is also empty if `attend` cannot compute the model's
+        attention (see `find_maskless_configs`).
         """
         return find_maskless_configs(self.model) if self.device.type == "cuda" else []
 

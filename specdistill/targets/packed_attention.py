@@ -498,9 +498,11 @@ def _split_blocks(
 
 
 def _has_fused_kernel(like: Tensor) -> bool:
-    """Return whether the tensor is on a CPU, which has a fused kernel for a single document.
+    """Return whether a fused kernel can compute a single document, which is so only on a CPU.
 
-    On a GPU, a fused kernel computes all documents at once where it can (`_has_one_kernel`).
+    This is asked only where documents are computed one by one, because no GPU kernel can compute
+    all of them at once (see `_has_one_kernel`). A GPU then computes each of them by several
+    separate operations.
     """
     return like.is_cpu
 

@@ -349,11 +349,12 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs that must name `attend` as attention while a model trains on packed rows.
+    """Return the configs to switch to the attention `attend` while a model trains on packed rows.
 
-    A config names the attention of the model, or of a part of it. `attend` keeps the documents of a
-    row apart by their lengths. The caller passes the configs to `replace_attention`, and gives the
-    model the lengths by `build_length_inputs`.
+    A config names the attention function of the model, or of a part of it. The function `attend`
+    gets the lengths of the documents in a row, so that no token sees another document. The caller
+    switches the configs by `replace_attention`, and gives the model the lengths by
+    `build_length_inputs`.
 
     Returns:
         The configs; empty if the model cannot train with `attend`. This is so if the model has
@@ -368,17 +369,16 @@ def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @torch.no_grad()
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs that may name `attend` as attention in passes that continue a KV cache.
+    """Return the configs to switch to the attention `attend` in passes that continue a KV cache.
 
-    A config names the attention of the model, or of a part of it. `attend` computes causal
-    attention without a mask tensor. This function runs the model on a few tokens with `attend` and
-    with the attention that the configs name, and compares the hidden states. The caller passes the
-    configs to `replace_attention`.
+    A config names the attention function of the model, or of a part of it. The function `attend`
+    computes causal attention without a mask tensor, but not every kind of attention. So the model
+    is run on a few tokens, once with `attend` and once with its own attention, and the hidden
+    states are compared. The caller switches the configs by `replace_attention`.
 
     Returns:
-        The configs; empty if none names `sdpa`, or if `attend` raises an error or gives other
-        hidden states. It does so for attention that uses more than causality, a sliding window and
-        a scale.
+        The configs; empty if none names `sdpa`, or if the run with `attend` fails or gives other
+        hidden states. `attend` supports only causality, a sliding window and a scale.
     """
     backbone = find_backbone(model)
     ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)

@@ -452,22 +452,24 @@ class StepSums:
     ) -> "StepSums":
         """Sum the losses and metrics of R loss tokens at each of K drafted positions.
 
+        The metrics are summed over tokens, and also over chains. A chain is the K draft tokens that
+        the draft would propose one after the other.
+
         Args:
             has_loss_KR: 1 where there is a loss, else 0.
             losses_KR: nats, zero where there is no loss.
             measured: correct and accepted [K, R], if they are measured. They are zero where there
                 is no loss.
-            by_chain: reorders values by token [K, R] into values by chain [K, S]. A chain is the K
-                draft tokens that the draft would propose one after the other, and each of the S
-                columns of the result holds the values of one chain. By default, the columns of
-                [K, R] are chains already.
+            by_chain: converts values [K, R], a column for each loss token, to values [K, S], a
+                column for each chain. By default, the columns of [K, R] are chains already.
         """
         # Sum over tokens, in the order of the attributes `loss` to `accepted`.
         token_sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
 
-        # Sum over chains, for `chain_correct`, `chain_accepted` and `chains`. At each position a
-        # chain adds the product of its values up to there. The product of `has_loss_KR` is 1 until
-        # the chain ends and 0 after that, so its sum counts the chains that reach the position.
+        # Sum over chains, for `chain_correct`, `chain_accepted` and `chains`. A draft token only
+        # counts if all tokens before it in the chain do. So a chain adds at position k the product
+        # of its values at the positions up to k. For `has_loss_KR` this product is 1 until the
+        # chain ends, and then 0. So its sum counts the chains that reach the position.
         chain_sums = []
         if measured:
             for values_KR in (*measured, has_loss_KR):

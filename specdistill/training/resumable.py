@@ -299,11 +299,13 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Read at the end of an epoch, too, whether the run must stop.
+        """Read the findings of the epoch's last step before the Trainer saves or evaluates.
 
-        With `train.save_strategy=epoch` or `train.eval_strategy=epoch`, the Trainer decides only
-        now to save or to evaluate. Before that, it must be known whether the losses of the last
-        step are finite.
+        The findings say whether a process was asked to stop, and whether a loss is not finite. When
+        a step ends, they usually stay unread until the next step has ended. But with
+        `train.save_strategy=epoch` or `train.eval_strategy=epoch`, the Trainer now decides to save
+        or to evaluate. So they are read here: if a loss is not finite, the run ends before its
+        weights are used.
         """
         self._read(args, control)
 

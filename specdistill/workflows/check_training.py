@@ -129,7 +129,8 @@ def check_judgement(
 def warn_few_eval_prompts(recipe: TrainedRecipe) -> None:
     """Warn if the gate will judge the draft on few prompts.
 
-    The prompts of a suite on a server are not counted here, but later, by `specdistill eval`.
+    A suite may name a URL for its prompts. They are not downloaded here. `specdistill eval` counts
+    them later.
     """
     suite = check_suite(recipe.eval.suite)
     if suite is not None:

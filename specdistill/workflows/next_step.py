@@ -104,9 +104,9 @@ def _describe_lookup(folder: Path, report: dict[str, Any]) -> NextStep:
     # Export the lookup for the measured engine if it can serve the method, and for vLLM otherwise.
     engine = "vllm"
     if measured_engine in ENGINES:
-        # The keys of `serving()` are the names of the engines for which the method can be exported.
-        # llama.cpp loads what is exported for another name, `gguf`, which its field `layouts`
-        # holds. For all other engines this field is empty.
+        # The keys of `serving()` are the engines that the method can be exported for. llama.cpp is
+        # listed there under another name, `gguf`. The field `layouts` of an engine holds this other
+        # name. It is empty for engines that are listed under their own name.
         export_name = ENGINES[measured_engine].layouts or measured_engine
         can_export = export_name in METHODS[method].serving()
         engine = measured_engine if can_export else "vllm"

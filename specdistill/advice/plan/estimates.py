@@ -373,15 +373,17 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
     Raises:
         UserError: if the existing draft does not suit the target.
     """
-    # Find a shipped recipe, whose settings say how the draft is built and trained. If a recipe is
-    # made for this target, `find_recipe` returns its name and settings. Otherwise it returns empty
-    # settings, and the name of a recipe for small targets, or else of one for pico, the tiny target
-    # that ships with the package. The name is None if there is neither.
+    # Find a shipped recipe of this method. Its settings say how the draft is built and trained.
+    # There are three cases:
+    # - A recipe is made for this target. `find_recipe` returns its name and its settings.
+    # - Otherwise there may be a recipe for small targets, or else one for pico, the tiny target
+    #   that ships with the package. `find_recipe` returns its name and empty settings.
+    # - If there is no recipe at all, it returns None and empty settings.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name, scenario.own_recipes)
 
-    # The settings of that recipe are used in two cases: the target is small, or the plan is for a
-    # CPU (a `Machine`), where larger sizes would take too long.
+    # In the second case, the settings of the recipe suit only a small target, or a plan for a CPU
+    # (a `Machine`), where larger sizes would take too long. Read them only then.
     is_small = target.parameters <= MAX_SMALL_TARGET_PARAMETERS
     is_on_cpu = isinstance(scenario.device, Machine)
     if not settings and recipe and (is_small or is_on_cpu):
@@ -482,8 +484,9 @@ def _count_draft_bytes(
     # `converted_itemsize` bytes on average.
     all_bytes = parts.parameters * target.converted_itemsize
 
-    # A step reads one of the layers and the target's LM head (together `parts.read`). The LM head
-    # is not quantized. It is as large as the target's embedding, and `parts.copied` counts both.
+    # A step reads `parts.read` weights: those of one layer and those of the target's LM head. The
+    # LM head is not quantized, so it is counted separately. Its size is half of `parts.copied`,
+    # which counts two tables of equal size: the target's embedding and its LM head.
     lm_head_parameters = parts.copied / 2
     layer_parameters = parts.read - lm_head_parameters
     lm_head_bytes = lm_head_parameters * itemsize

@@ -351,20 +351,20 @@ def _describe_alternatives(
 
     Args:
         best: the recommended row.
-        other_recipe_rows: the rows of the recipes that are shipped for this target's sizes, without
-            the recommended row.
-        best_other_row: the best of all rows that have no such recipe. If no such recipe is
-            recommended, it is the recommended row itself.
+        other_recipe_rows: the rows whose recipe is made for this target's sizes, without `best`.
+        best_other_row: the best row without a recipe made for these sizes. If `best` has no such
+            recipe either, the two are the same row.
         rows: the rows of the plan.
 
     Returns:
         The alternatives with their speedups; None if there are none.
     """
     if best is not best_other_row:
-        # A recipe is recommended. Its alternatives are the other recipes and one other method.
+        # `best` has a recipe made for these sizes. Its alternatives are the other recipes, and one
+        # method without such a recipe.
         method_rows = [best_other_row]
     else:
-        # Otherwise the alternatives are the other methods with the best estimated speedups.
+        # The alternatives are the other methods with the best estimated speedups.
         # `middle` is the middle of the range of a speedup.
         faster_rows = [row for row in rows if row is not best and row.middle > 1]
         faster_rows.sort(key=lambda row: -row.middle)
@@ -681,10 +681,10 @@ def _list_target_keys(recipe: str, target: TargetFacts) -> dict[str, object]:
     if settings["model"] == target["model"]:
         return {}
 
-    # A recipe for these sizes may leave its target open (REQUIRED_MARK): the weights that are
-    # published cannot be trained on, because they are quantized. If the weights of this target are
-    # quantized, too, the user has to save a copy of them in bfloat16 first, and to write the folder
-    # of the copy in the place of BFLOAT16_TARGET.
+    # Some models are published with quantized weights, but their recipe needs weights in bfloat16.
+    # Such a recipe names no target: it has REQUIRED_MARK instead. If the weights of this target are
+    # quantized, too, the user has to save a copy of them in bfloat16. The command then has the
+    # placeholder BFLOAT16_TARGET, which the user replaces with the folder of the copy.
     needs_copy = settings["model"] == REQUIRED_MARK and target["quantization"]
 
     # A revision in the recipe belongs to the recipe's own target, so `null` removes it.

@@ -319,7 +319,8 @@ def _estimate_token_seconds(target: ModelConfigInfo, device: Device, batch_size:
     """
     # A pass generates one token for each sequence. It reads the weights once, and multiplies the
     # token of each sequence with them. Of a mixture of experts, only the experts of one token
-    # count. `count_pass_bytes` returns the bytes that could be read in the time of the pass.
+    # count. The pass takes as long as its reads or its arithmetic, whichever takes longer.
+    # `count_pass_bytes` returns this time as the number of bytes that the GPU could read in it.
     num_weights = count_weights_read(target.model)
     pass_bytes = device.count_pass_bytes(
         read=num_weights * torch.bfloat16.itemsize, parameters=num_weights, num_tokens=batch_size

@@ -96,13 +96,14 @@ class SuiteIndex:
             else [message["content"] or "" for message in row["messages"] or ()]
         )
 
-        # `self.pieces` holds the word sequences of the prompts, grouped by their first
-        # MAX_SHORT_WORDS words, their key. At each place of the text, take the next MAX_SHORT_WORDS
-        # words as the key of a group, and compare the sequences of this group with the text.
+        # `self.pieces` holds the word sequences of the prompts in groups. The sequences of a group
+        # begin with the same MAX_SHORT_WORDS words, the key of the group. At each place of the
+        # text, take the next MAX_SHORT_WORDS words as a key, and compare the sequences of its group
+        # with the text.
         #
-        # A prompt with fewer words has all its words as its key. A text gives such a short key only
-        # if it is as short itself. So a short prompt only matches a text with exactly its words,
-        # and not a longer text that contains them.
+        # If a prompt has fewer words, its key is the whole prompt. The keys of a text have fewer
+        # words only if the whole text has fewer: it is then the only key. So such a short prompt
+        # matches a text of exactly the same words, but not a longer text that contains them.
         for text in texts:
             words = tuple(split_words(text))
             for start in range(max(1, len(words) - MAX_SHORT_WORDS + 1)):

@@ -277,14 +277,15 @@ def generate_block(
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
             # The share MIN_FILL of the wanted tokens is enough, because the last few would take as
-            # long as a full batch. So the tokens so far are enough for somewhat more wanted tokens:
-            # with MIN_FILL = 0.995, 995 tokens are enough for 1,000.
+            # long as a full batch. With MIN_FILL = 0.995, for example, 995 generated tokens fulfill
+            # 1,000 wanted tokens. `num_fulfilled` is how many wanted tokens are fulfilled so far.
             num_fulfilled = output.tokens / MIN_FILL
             num_left = num_tokens - num_fulfilled
 
-            # Divide `num_left` among the streams that still have tasks. `output.num_wanted` rises
-            # by the share of each stream, from `num_fulfilled` to `num_tokens`. Subtracting
-            # `num_left` first makes it end at `num_tokens` in spite of rounding.
+            # Divide `num_left` among the streams that still have tasks. Each stream raises
+            # `output.num_wanted` by its share, from `num_fulfilled` up to `num_tokens`. The first
+            # value is computed as `num_tokens - num_left`, so that adding all shares of `num_left`
+            # leads back to `num_tokens`.
             output.num_wanted = num_tokens - num_left
             total_share = sum(stream.share for stream in remaining)
             for stream in remaining:
@@ -506,7 +507,12 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 
     def pair_with_text(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        """Decode an answer for the rules; without rules, leave its text empty to save time."""
+        """Return an answer in the form that the rules check: with its text and two facts.
+
+        Without rules, the text is empty, because decoding it would take time. The facts:
+        - `is_text`: the answer continues a text. Otherwise it is a turn of a conversation.
+        - `special`: the special tokens that must not occur in the middle of an answer.
+        """
         text = decoder.text(answer.token_ids) if rules else ""
         is_text = not task.prompt.messages
         return CheckedAnswer(answer, text, is_text=is_text, special=special)

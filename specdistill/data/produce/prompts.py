@@ -143,8 +143,8 @@ def make_chat_prompts(
             prompts are for.
         rows: rows of a source. Rows that are texts are skipped.
         filtered: counts by reason, to which this function adds. `long_prompt`: prompts that were
-            left out. `follow_up`: turns that are lost without servers, because another turn before
-            them must be generated first.
+            left out. `follow_up`: answers that are lost, because they follow an answer that must be
+            generated first, and only servers generate several answers to a prompt.
     """
     config = plan.config
     is_served = isinstance(config.regenerate, ServerRegeneration)
@@ -159,10 +159,11 @@ def make_chat_prompts(
             else:
                 filtered["long_prompt"] += 1
 
-            # Some turns of the assistant may be empty. The target has to generate them, and then
-            # the answer after the last message: [user, empty, user] needs two answers. Servers
-            # generate all answers, one after the other. The model in this process generates only
-            # the first one. So it loses one answer for each empty turn.
+            # A prompt may have empty turns of the assistant, which the target has to generate, too.
+            # For example, [user, empty, user] needs two answers: one in the empty turn, and one
+            # after the last message. Servers generate all answers, one after the other. The model
+            # in this process generates only the first one, so all further answers are lost. There
+            # are as many of these as there are empty turns.
             num_follow_ups = sum(map(is_unanswered, messages))
             if num_follow_ups and not is_served:
                 filtered["follow_up"] += num_follow_ups

@@ -215,10 +215,10 @@ def generate_self_prompts(
     ]
     max_prompt_length = compute_max_prompt_length(openings, config.max_length)
 
-    # Count the prompts that all blocks need together: the source's `num_prompts` or, if that is not
-    # set, the tokens to generate, divided by the assumed length of an answer and rounded up, but at
-    # least 2. The length is LONG_ANSWER tokens or half a row, whichever is less. Each block
-    # generates a share.
+    # Compute how many prompts all blocks need together, and this block's share of them. The recipe
+    # may set the number (`num_prompts` of the source). Otherwise each answer needs a prompt, and
+    # the number of answers is estimated: the tokens to generate, divided by the assumed length of
+    # an answer. That is LONG_ANSWER tokens, or half a row if that is less.
     answer_length = min(LONG_ANSWER, config.max_length // 2)
     num_answers = max(2, -(-config.regenerate.num_tokens // answer_length))
     num_prompts = source.entry.num_prompts or num_answers

@@ -378,10 +378,11 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     source = entry.source
     content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
-    # The result also depends on the keys that select and convert rows, and on how conversations are
-    # checked. Each is rendered by the target's chat template. If answers are generated, it is
-    # rendered with the template's arguments. Otherwise the loss mask counts: with `assistant`, a
-    # conversation must have a turn to learn.
+    # The result also depends on the keys that select and convert rows, and on everything that
+    # decides whether a conversation is usable:
+    # - the target's chat template, which must be able to render the conversation;
+    # - if answers are generated, the arguments that the recipe gives to the template;
+    # - otherwise the loss mask: with `assistant`, the conversation must have a turn to learn.
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     generates = config.regenerate.num_tokens > 0
     inputs = [
@@ -958,11 +959,12 @@ def _has_json_within(feature: object) -> bool:
     """Return whether a column has lists of objects in which some key has values of several types.
 
     For example, `content` is a text in one object and a number in another. datasets then gives
-    this key the type Json (here imported as `AnyJson`), and stores each of its values as JSON. But
-    it stores a text that looks like JSON without quotes, so the text "2" becomes the number 2.
+    this key the type Json (here imported as `AnyJson`): it stores each value of the key as JSON.
+    But a text that is valid JSON itself is stored without the quotes of a JSON string. So the text
+    "2" is stored as 2, and read as a number.
 
-    So the caller reads such a column again, and gives the type Json to each object instead of the
-    key. In an object that is stored as a whole, such as {"content": "2"}, texts keep their quotes.
+    To avoid this, the caller loads such a column again. Then each whole object has the type Json,
+    and is stored as one JSON object, such as {"content": "2"}. In it, every text keeps its quotes.
 
     Args:
         feature: the type that datasets found for the column.

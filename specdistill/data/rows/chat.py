@@ -83,9 +83,12 @@ def list_turn_contexts(messages: Sequence[Message]) -> Iterator[Sequence[Message
     Each yielded context is a prompt, from which the target can generate the turn anew. For example,
     [user, answer, user, answer] gives [user] and [user, answer, user].
 
-    Some turns of the assistant may be empty: they are yet to be generated. No context is yielded
-    for the first of them and for the turns after it. If the last message is not a turn of the
-    assistant, the whole conversation is yielded last, because its answer is yet to be generated.
+    If the last message is not a turn of the assistant, its answer is yet to be generated. So the
+    whole conversation is a prompt, too: [user, answer, user] gives [user] and [user, answer, user].
+
+    A turn of the assistant may be empty, which means that it is yet to be generated. The first
+    empty turn and the turns after it give no prompts. So [user, empty, user] gives only the whole
+    conversation.
     """
     for number, message in enumerate(messages):
         if is_unanswered(message):

@@ -780,11 +780,12 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         estimate: the relative change and its interval.
 
     Returns:
-        The verdict, the reason, and two numbers, `open_end` and `edge`. They matter only if the
-        rule is inconclusive. Then `open_end` is the end of the interval that keeps the rule open.
-        More prompts narrow the interval, and the rule is decided once this end reaches `edge`. For
-        example, higher is better, a loss of 5 % is allowed, and the change is -3 % with the
-        interval [-8 %, +2 %]. The rule passes once the end -8 % has moved to the edge, -5 %.
+        The verdict, the reason, and two numbers, `open_end` and `edge`. The numbers are used only
+        if the rule is inconclusive. More prompts would then narrow the interval. `open_end` is the
+        end of the interval that still prevents a decision, and `edge` is the value that this end
+        must reach. For example, higher is better, a loss of 5 % is allowed, and the change is -3 %
+        with the interval [-8 %, +2 %]. The end -8 % prevents a pass, and the rule passes once it
+        has moved to -5 %. So `open_end` is -8 %, and `edge` is -5 %.
     """
     # Turn the change into a loss, which is positive if the metric became worse: loss = loss_sign *
     # change. The sign is -1 or 1, so also change = loss_sign * loss. E.g. if higher is better, the
@@ -828,11 +829,12 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
         estimate: the value and its interval.
 
     Returns:
-        The verdict, the reason, and two numbers, `open_end` and `edge`. They matter only if the
-        rule is inconclusive. Then `open_end` is the end of the interval that keeps the rule open.
-        More prompts narrow the interval, and the rule is decided once this end reaches `edge`. For
-        example, 1.5 is the least value allowed, and the value is 1.6 with the interval [1.4, 1.8].
-        The rule passes once the end 1.4 has moved to the edge, 1.5.
+        The verdict, the reason, and two numbers, `open_end` and `edge`. The numbers are used only
+        if the rule is inconclusive. More prompts would then narrow the interval. `open_end` is the
+        end of the interval that still prevents a decision, and `edge` is the value that this end
+        must reach. For example, 1.5 is the least value allowed, and the value is 1.6 with the
+        interval [1.4, 1.8]. The end 1.4 prevents a pass, and the rule passes once it has moved to
+        1.5. So `open_end` is 1.4, and `edge` is 1.5.
     """
     # For `max`, change the sign of all numbers, so that the rule is decided like one with `min`: x
     # is at most 5 if -x is at least -5. A value without an interval counts as an interval of

@@ -417,6 +417,9 @@ def _draw_outcomes(
 ) -> Iterator[list[tuple[int, ...]]]:
     """Draw two tokens after a prompt many times, and yield the draws at several sample sizes.
 
+    The sampling test takes such draws twice: with the right verification rule, and, as a control,
+    with a rule that is wrong on purpose. The test must detect the wrong rule.
+
     Args:
         target: the target that verifies.
         proposer: the draft.
@@ -424,7 +427,7 @@ def _draw_outcomes(
         settings: how tokens are sampled.
         rule: the function that verifies draft tokens: it decides which of them are accepted.
         sizes: the numbers of draws, in ascending order, at which all draws so far are yielded.
-        arm: 0 for the right rule, 1 for the wrong rule, so that they draw different random numbers.
+        arm: 0 for the right rule, 1 for the wrong rule. Each gets other random numbers.
         title: the title of the progress bar.
 
     Yields:
@@ -545,11 +548,14 @@ def find_most_telling_prompt(
     def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
-        """Verify draft tokens as usual, by `verify_sampled`, and add a number to `deviations`.
+        """Verify draft tokens as usual, and record how well a wrong rule would show in this round.
 
-        The number says how much `verify_with_wrong_residual`, a rule that is wrong on purpose,
-        would change the distribution of the round's first token. The decoder calls this function in
-        each round. Row 0 of `probs_NV` [N + 1, V] is the target's distribution of the first token.
+        The sampling test must detect `verify_with_wrong_residual`, a rule that is wrong on purpose.
+        It does so best at a round in which this rule would change the distribution of the round's
+        first token a lot. To find such a round, the size of the change is appended to `deviations`.
+
+        The decoder calls this function in each round. Row 0 of `probs_NV` [N + 1, V] is the
+        target's distribution of the round's first token.
         """
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)

@@ -139,7 +139,10 @@ def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> Draft
     records = list(shares[0].records)
     divergences = list(shares[0].divergences)
     for share in shares[1:]:
-        # Without a baseline, the times of another device count in no speedup.
+        # Times of different devices must not be mixed, so speedups come from the first process
+        # alone. A record without the time of plain decoding (`baseline`) counts in no speedup. So
+        # remove this time from the records of the other processes, and also the time of
+        # transformers' `generate()`.
         for record in share.records:
             records.append(replace(record, baseline=None, hf_generate=None))
         divergences += share.divergences

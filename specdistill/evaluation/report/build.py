@@ -226,18 +226,20 @@ def build_theory(
 ) -> Numbers | None:
     """Return the report's section `theory`, the predictions of the cost model.
 
+    K is the most draft tokens of a measured round (for a tree, its depth). K' is a smaller number.
     The section has these numbers, which specdistill.evaluation.statistics.theory defines:
+
     - alpha, the acceptance probability of a draft token;
     - v, the cost of verifying a round, and c, the cost of drafting a token, both in steps of plain
-      decoding. For a tree, K is the depth, and c·K is the cost of drafting all nodes;
-    - the predicted speedup at 0 and K draft tokens, and at each number K' between that was timed.
+      decoding. For a tree, c·K is the cost of drafting all nodes;
+    - the predicted speedup at K, at K' = 0 (plain decoding), and at each K' that was timed.
 
     Args:
-        row: the report's row of the whole suite.
-        costs: the costs of a round at K' up to K, timed on a few prompts. A K' that was not timed
-            is absent. Empty for trees and for drafts behind a lookup. The row has the cost at K
-            over all prompts. So the cost at K' is taken as that of the row, times
-            costs[K'] / costs[K].
+        row: the report's row of the whole suite. It has the cost of a round at K, measured on all
+            prompts.
+        costs: the costs of rounds at K and at each K' that was timed, on a few prompts. Only their
+            ratios are used: the cost at K' is predicted as the cost in `row`, times the timed cost
+            at K', divided by the timed cost at K. Empty for trees and for drafts behind a lookup.
         passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
         depends_on_width: whether the acceptance of a token depends on how many tokens are drafted,
             as for some block drafters. Then the acceptance at a K' below K is unknown.
@@ -433,10 +435,11 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
     Returns:
         The reasons, in words, by the name of the number.
     """
-    # Reasons for numbers about transformers' `generate()`, which was timed on some prompts only. If
-    # it was timed on prompts of this row, the row has `baseline_over_hf_generate`, the speed of the
-    # baseline divided by that of `generate()`. Then only the speedup over `generate()` may be
-    # absent: it is given only if the baseline is slower than `generate()`.
+    # Reasons for numbers about transformers' `generate()`. It was timed on some prompts only. If
+    # the row has none of these prompts, all such numbers are absent. Otherwise the row has
+    # `baseline_over_hf_generate`: the speed of plain decoding (the baseline), divided by the speed
+    # of `generate()`. The speedup over `generate()` may still be absent, because the report gives
+    # it only if the baseline is slower than `generate()`.
     untimed_reason = "none of these prompts was among those timed"
     is_generate_timed = "baseline_over_hf_generate" in row
     speedup_reason = (

@@ -405,17 +405,17 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
       absent for a server, which sends totals only.
 
-    A draft reaches position k if its round emits at least k tokens. (The k-th is either the draft
-    token, accepted, or the target's own token.) A stop token or the length limit may end a round
-    before k; then position k is not reached. For a server, the numbers of emitted tokens are
-    unknown, so a draft reaches k if its first k - 1 tokens are accepted.
+    A draft reaches position k if its round emits a k-th token: the draft token, if it is accepted,
+    or else the target's own token. A round may end before k by a rejection, a stop token or the
+    length limit. A server does not say how many tokens a round emits. Its drafts count as reaching
+    k if their first k - 1 tokens are accepted.
 
-    The rates are absent if nothing was drafted. A rate is None if no draft reached its position:
+    The rates, which are absent if nothing was drafted:
 
     - conditional_acceptance_rate [K]: of the drafts that reached position k, the share whose k-th
-      token was accepted.
+      token was accepted. None if no draft reached it.
     - acceptance_rate_per_position [K]: the product of the conditional rates of positions 1 to k
-      (the Kaplan-Meier estimate).
+      (the Kaplan-Meier estimate). `_multiply_rates` says what it is if one of them is None.
 
     Args:
         records: the records of the prompts.

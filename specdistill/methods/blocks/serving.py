@@ -113,8 +113,8 @@ def build_vllm_loader(
 def build_speculators_layout(kind: str, architecture: str) -> Layout:
     """Describe the folder of a block drafter in the layout of the speculators library.
 
-    Its config.json is converted from that of the method's authors, who use another layout. It also
-    names the target and the number of draft tokens, which vLLM reads from it.
+    Its config.json is converted from that of the method's authors, who use another layout. The new
+    file also names the target and the number of draft tokens, which vLLM reads from it.
 
     Args:
         kind: the `speculators_model_type` of the method.
@@ -122,23 +122,26 @@ def build_speculators_layout(kind: str, architecture: str) -> Layout:
     """
 
     def config(export: HeadExport) -> dict[str, object]:
-        """Return the config.json: the method's keys at the top level, those of layers in a section.
+        """Return the config.json, converted from that of the method's authors.
 
-        It is converted from the config.json of the method's authors.
+        The keys of the method are at the top level. The keys of the layers are in a section.
         """
-        # For a block drafter, `export.llama` is the authors' config.json (`write_block_config`).
+        # For a block drafter, `export.llama` is the config.json in the layout of the method's
+        # authors, as `write_block_config` returns it.
         authors_config = export.llama
 
-        # The section `dflash_config` has the method's keys. Leave out causality and the target
-        # layers that the draft reads: speculators has other keys for these, which are added below.
+        # Take the method's keys from the authors' section `dflash_config`. Leave out causality and
+        # the target layers that the draft reads: at the top level, speculators has other keys for
+        # these, which are added below.
         method_keys = {
             name: value
             for name, value in authors_config[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
 
-        # All other keys go into the section of the layers. `is_causal` is one of them, and
-        # `read_block_config` reads it there.
+        # The section of the layers gets the other keys at the top level of the authors' file. One
+        # of them states causality: `is_causal`. It is kept here, because `read_block_config` reads
+        # it in this section when the draft is loaded again.
         layers = {
             name: value
             for name, value in authors_config.items()

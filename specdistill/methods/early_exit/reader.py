@@ -103,10 +103,11 @@ class SplitTarget(CachedTarget):
         state = torch.cat(self._states, dim=1)
         self._states = []
 
-        # The KV cache has one entry per layer. The model reads from the first entries how many
-        # tokens came before this pass. But the entries of the first layers hold the tokens of this
-        # pass already, and would give too many. An entry of a later layer has the right number. So
-        # replace the entries of the first layers by it, in a copy of the cache:
+        # The KV cache has one entry per layer. The model counts the tokens before this pass by the
+        # entries of the first layers. But `advance` has already written the tokens of this pass
+        # into these entries, so the count would be too large. The entries of the later layers still
+        # lack these tokens, and give the right count. So make a copy of the cache in which the
+        # entry of a later layer stands in the places of the first layers:
         # [first 1, first 2, later 1, later 2] -> [later 1, later 1, later 1, later 2].
         later_cache = copy.copy(self.cache)
         later_entries = self.cache.layers[self.exit_layer :]
@@ -144,8 +145,9 @@ class SplitTarget(CachedTarget):
         for token in (root, draft_token):
             self.advance(torch.tensor([[token]], device=self.target.device))
 
-        # Verify: read both in the later layers, and with them two more draft tokens, which must
-        # first go through the first layers. Any two tokens will do.
+        # Verify: read both in the later layers. The same pass reads two more draft tokens, which it
+        # must first take through the first layers. All draft tokens are rejected below, so it does
+        # not matter which tokens these two are.
         unseen_tokens = NEXT_TOKENS
         self.read([[root, draft_token, *unseen_tokens]])
 
@@ -153,7 +155,7 @@ class SplitTarget(CachedTarget):
         # and keeps the root. The sequence is now the prompt and the root.
         self.keep([[]])
 
-        # Read one token more. (NEXT_TOKENS holds the root and the token after it.)
+        # Read the token that follows the root now. NEXT_TOKENS holds the root and this token.
         next_token = NEXT_TOKENS[1]
         _, features = self.read([[next_token]])
 

@@ -54,11 +54,11 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         return None
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder has weights and a config.json of a causal language model.
+        """Return whether a folder has weights, and its config.json names a causal language model.
 
         Args:
-            config: the content of config.json. Its `architectures` must name a causal language
-                model of transformers.
+            config: the content of config.json. Its key `architectures` lists model classes. One of
+                them must be a causal language model of transformers.
             names: the names of the tensors in the folder; empty if it has no weights.
         """
         has_weights = bool(names)

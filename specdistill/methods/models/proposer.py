@@ -177,9 +177,10 @@ class DraftText:
         """Encode the target tokens in `_untranslated`, and put the result at the end of `ids`.
 
         These are the last tokens that were read. The draft's vocabulary lacks them, so their text
-        is encoded, all of it together. If the next token is lacking, too, it joins them, and the
-        encoding may change. So each call replaces what the call before has put after the first
-        `_num_final` ids.
+        is encoded in the draft's tokens, all of it together. If the next token is lacking, too, it
+        joins them, and the encoding may change. So `ids` has two parts. The first `_num_final` ids
+        never change. The ids after them are the encoding that the call before has made, and this
+        call replaces them.
         """
         self.ids[self._num_final :] = (
             vocabulary.encode_for_draft(self._untranslated) if self._untranslated else []
@@ -434,18 +435,19 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
             # Translate the target's new tokens into ids of the draft, and add them to `row.ids`.
             num_unchanged = row.read(token_ids)
-            # The draft's context limits the fed tokens. The last draft token is never fed, hence
-            # the + 1. A sequence that fits into the target's context can still be too long for the
-            # draft's, because the draft's tokenizer may need more tokens for the same text.
+            # The draft is fed the sequence and all draft tokens but the last one. So one more token
+            # can be drafted than there are free positions in the draft's context, hence the + 1.
+            # A sequence that fits into the target's context can still be too long for the draft's,
+            # because the draft's tokenizer may need more tokens for the same text.
             room = self.max_positions - len(row.ids) + 1
             if room < 1:
                 self._raise_context_error(len(row.ids))
             steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.take_uncached(num_unchanged) if row.ids else [])
 
-        # Cut rejected tokens off the KV cache. `take_uncached` has already added the tokens of the
-        # feed to the end of `row.cached`, but they are not fed yet. So the cache keeps only the
-        # tokens before them.
+        # Cut rejected tokens off the KV cache. `row.cached` lists the tokens that the cache will
+        # hold after the feed: `take_uncached` has already put the tokens of the feed at its end. So
+        # the tokens before the feed are those that the cache keeps now.
         num_kept = [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
         self.layers.truncate(num_kept)
         return feeds, steps

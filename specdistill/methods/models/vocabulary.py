@@ -103,10 +103,12 @@ def match_vocabularies(
         target_vocab_size: the width of the target's logits.
         draft_tokenizer: the draft's tokenizer.
         draft_vocab_size: the width of the draft's logits.
-        heterogeneous_vocab: whether the tokenizers may differ. None: they may not, and the error
-            does not suggest this key, because the command has none.
+        heterogeneous_vocab: whether the tokenizers may differ. With False, the error suggests to
+            set the recipe key of this name to true. None also means that they may not differ, but
+            is for commands without such a key, so the error does not suggest it.
         token_replacements: maps the text of a target token to the text that the draft reads in its
-            place. If this is exactly one token of the draft, drafting it proposes the target token.
+            place. A text of exactly one draft token also works the other way: where the draft
+            predicts this token, the target token is proposed.
         key: the recipe key of the draft, to name in errors.
 
     Returns:
@@ -239,8 +241,9 @@ def _replace_token(
 ) -> None:
     """Let the draft read some of its own tokens in place of a target token.
 
-    If there is exactly one, drafting it proposes the target token. The result is written into
-    `pairs` or `read_as`: a target token is in one of these maps at most.
+    If this is exactly one draft token, the draft can also propose the target token: where the draft
+    predicts this one token, the target token is proposed. The target token is then put into
+    `pairs`. Otherwise it can only be read, and is put into `read_as`. It is never in both.
 
     Args:
         pairs: the target tokens that the draft can propose, each with the one draft token that
@@ -256,8 +259,9 @@ def _replace_token(
         read_as[token_id] = draft_token_ids
         return
 
-    # A draft token proposes only one target token. From now on that is `token_id`. Other target
-    # tokens that this draft token proposed can still be read as it, so move them to `read_as`.
+    # A draft token proposes only one target token: from now on `token_id`. If it proposed another
+    # target token so far, the draft can no longer propose that one. But it still reads the draft
+    # token in its place. So move the other target token from `pairs` to `read_as`.
     (draft_token_id,) = draft_token_ids
     other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_id]
     for other_id in other_ids:

@@ -59,18 +59,20 @@ class NgramEvalConfig(EvalConfig):
             return self
 
         # An engine always searches both prompt and output, so `lookup` must be `sequence`. It
-        # always uses its own rule. For llama.cpp, the recipe must set this rule. For vLLM, it may
-        # also leave the default, `specdistill`. This looks up the same n-grams as vLLM's rule, and
-        # differs only in which occurrence is continued, and how far.
+        # always uses the rule that is named after it. So a recipe for llama.cpp must set
+        # rule=llama.cpp. A recipe for vLLM may set rule=vllm, or keep the default rule=specdistill.
+        # These two rules look up the same n-grams. They differ only in which occurrence of an
+        # n-gram is continued, and how far.
         is_llama_cpp = self.engine == "llama.cpp"
         accepted_rules = ("llama.cpp",) if is_llama_cpp else ("specdistill", self.engine)
         check_engine_values(self, "ngram", rule=accepted_rules, lookup=("sequence",))
         if not is_llama_cpp:
             return self
 
-        # llama.cpp always compares exactly `max` tokens, and drafts nothing if `max` exceeds K. A
-        # lookup in front of a draft has the same limits, and `LookupFirstConfig` can check them.
-        # There, min = max stands for the one length that llama.cpp compares.
+        # llama.cpp always compares exactly `max` tokens, and drafts nothing if `max` exceeds K. The
+        # same limits hold if llama.cpp looks tokens up in front of a draft. `LookupFirstConfig`
+        # describes such a lookup, and can check the limits. It has a shortest and a longest n-gram,
+        # so both get the one length that llama.cpp compares.
         num_compared = self.ngram.max
         lookup = LookupFirstConfig(min=num_compared, max=num_compared)
         lookup.check_engine("eval.ngram", self.engine, self.smallest_k)

@@ -212,8 +212,8 @@ class ParallelDistillation(Distillation):
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: [L], the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
-            mask_numbers: [B, M], the number i of each mask, which stands i positions after its
-                token (see `draw_masks`).
+            mask_numbers: [B, M], the number of each mask: mask i stands i positions after its
+                token (see `draw_masks`). Padding masks have the number K.
             soft_targets: the target's distributions; None for hard labels in training.
             measure: also compute the metrics that cost time.
             **unread: other columns of the batch, which are not needed.
@@ -257,7 +257,7 @@ class ParallelDistillation(Distillation):
             input_ids: [B, T], the token ids.
             position_ids: [B, T], which start again at 0 with each document.
             columns_BM: [B, M], the column of the token that each mask follows.
-            numbers_BM: [B, M], the number i of each mask, which stands i positions after its token.
+            numbers_BM: [B, M], the number of each mask: mask i stands i positions after its token.
 
         Returns:
             The hidden states [B, N, H] that the LM head reads, those of the tokens first.
@@ -334,18 +334,18 @@ class ParallelDistillation(Distillation):
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: [L], the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the column of the token that each mask follows.
-            mask_numbers: [B, M], the number i of each mask, which stands i positions after its
-                token.
+            mask_numbers: [B, M], the number of each mask: mask i stands i positions after its
+                token. Real masks have the numbers 1 to K - 1. The masks that pad a row have K.
             **_: other columns of the batch, which are not needed.
 
         Returns:
             Three tensors [R]: whether the prediction has a loss, the number of the mask that
             predicts (0 for a token), and the position of the predicted token in the flattened
-            batch.
+            batch. The predictions of padding masks have no loss.
         """
-        # Mask i of the token at column t predicts the token at column t + 1 + i of the same row;
-        # the labels are positions in the flattened batch. Padding masks have the number K, which is
-        # no mask's number, so they have no loss. They may point past the end, hence the clamp.
+        # Mask i of the token at column t predicts the token at column t + 1 + i of the same row.
+        # The label is the position of the predicted token in the flattened batch. The label of a
+        # padding mask has no effect, but could be past the end of the batch, hence the clamp.
         num_rows, length = position_ids.shape
         flat_numbers = mask_numbers.flatten()
         row_starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
@@ -353,7 +353,9 @@ class ParallelDistillation(Distillation):
             num_rows * length - 1
         )
 
-        # Join the predictions by tokens (number 0) and those by masks.
+        # Join the predictions by tokens (number 0) and those by masks. Only real masks have a loss:
+        # their numbers are below K. The number K of padding masks becomes K - 1, because K - 1 is
+        # the last drafted position.
         has_loss_R = torch.cat(
             (
                 select_loss_rows(position_ids, loss_positions, ahead=1),

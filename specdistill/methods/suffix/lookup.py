@@ -69,14 +69,15 @@ class SuffixTrie:
         """Add tokens to the end of the last text, and count which strings each token follows.
 
         A token follows each suffix of the text before it: after `a b` these are `a b`, `b` and the
-        empty string. It is counted for the suffixes of up to `depth` tokens that occurred before,
-        which have nodes.
+        empty string. The token is counted for each suffix that has a node and at most `depth`
+        tokens. A suffix has a node if it also occurred earlier.
         """
         for token in tokens:
-            # Find the nodes of the suffixes. `_open_nodes` holds them, the longest suffix first,
-            # but without the root, which is the node of the empty suffix. If a suffix has a node,
-            # all shorter ones have one, too. So the last `depth` nodes are those of the suffixes of
-            # up to `depth` tokens.
+            # Find the nodes of the suffixes of up to `depth` tokens. `_open_nodes` holds a node for
+            # each suffix that has one, the longest suffix first. If a suffix has a node, all
+            # shorter ones have one, too. So the last node is that of the suffix of one token, the
+            # one before it that of two tokens, and so on. The empty suffix has the root as node,
+            # which is not in `_open_nodes`.
             self.tokens.append(token)
             suffix_nodes = [*self._open_nodes[-self.depth :], self._root]
 
@@ -147,8 +148,9 @@ class SuffixTrie:
             The node of the longer string, which is the node's string and then the token. None if
             the longer string occurred for the first time: it then has no node, to save memory.
         """
-        # A child of the node is the place of a longer string: a Node or, for a string that occurred
-        # only once, the position after it in `self.tokens`.
+        # `node.children[token]` is the place of the longer string. If the longer string occurred
+        # several times, its place is a Node. If it occurred once, its place is a number: the
+        # position in `self.tokens` after that occurrence.
         node.followed += 1
         old_place = node.children.get(token)
         place: Place
@@ -159,10 +161,10 @@ class SuffixTrie:
             old_place.count += 1
             place = old_place
         else:
-            # This is the second occurrence, so the longer string gets a node. The first occurrence
-            # ended before the position `old_place`. If a token stands there, count it as a follower
-            # of the longer string. The two together occurred once, so their place is the next
-            # position.
+            # This is the second occurrence of the longer string, so it gets a node. Its first
+            # occurrence ended before the position `old_place`. If a token stands there, it followed
+            # the longer string, so the node counts it. The longer string and this follower together
+            # are again a string that occurred once. Its place is the position after the follower.
             follower = self._read_token(old_place)
             if follower == END_MARK:
                 place = Node(count=2)

@@ -313,10 +313,11 @@ class Client:
                 ),
             )
 
-        # Compute by how much each counter grew between the readings. A name without `_total` is
-        # that of a gauge, which adds nothing up: SGLang's `spec_num_draft_tokens` shows the tokens
-        # of one verification. The larger reading of a gauge is taken, because it may be missing
-        # from the first one, and then counts as 0.
+        # Compute by how much each counter grew between the readings. Names without `_total` are
+        # those of gauges. A gauge is not a sum that grows, but a current value. For example,
+        # SGLang's `spec_num_draft_tokens` is the number of tokens of one verification. So the value
+        # of a gauge is taken, not its growth. A reading that lacks the gauge has 0 here, so the
+        # larger of the two values is taken.
         pairs = {
             name: (before.get(name, 0.0), after.get(name, 0.0))
             for name in (*self.drafting, *position_counters)

@@ -381,9 +381,10 @@ def _check_aux_layers(
         trained: the settings that the draft was trained with.
         target: the target; None if it is not known.
     """
-    # Some engines take the layers from an option of their command line (`argument`). With it the
-    # number of layers is as trained, too. In its value 0 is the output after one layer. No option
-    # is needed if the draft was trained with the default layers.
+    # Some engines take the layers from an option of their command line. `argument` is the name of
+    # this option. The user passes the trained layers by it, so the engine also reads as many layers
+    # as the draft was trained with. The option counts from 0, which is the output after one layer,
+    # hence the - 1. It is not needed if the draft was trained with the default layers.
     trained_layers = list(trained["aux_layers"])
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")

@@ -247,8 +247,8 @@ def _compute_loss_and_gradient(
 class _BlockwiseHeadLoss(torch.autograd.Function):
     """An autograd function that sums the losses of rows, whose logits come from matrix products.
 
-    The first product is rows times the head's weight, and `finish` scales and caps its logits. With
-    a correction there is a second product, which is added to them.
+    The first product is rows times the head's weight, and `finish` scales and caps its logits. A
+    draft may have a correction: a second product, which is added to these logits.
     """
 
     @staticmethod
@@ -266,12 +266,17 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute the weighted sum of the losses, the metrics, and all gradients, block by block.
 
-        The logits of the R rows at the K drafted positions are
+        There are R rows at each of K drafted positions. The head computes their logits as
 
-            finish(rows · weightᵀ + bias) + correction rows · correction weightᵀ
+            finish(rows · weightᵀ + bias)
 
-        The second product is left out without a correction. Gradients are computed here and not in
-        `backward`, because each block's logits are overwritten by those of the next block.
+        A draft may have a correction, which is added to these logits. It is the product of a second
+        kind of rows and a second weight:
+
+            logits = finish(rows · weightᵀ + bias) + correction_rows · correction_weightᵀ
+
+        Gradients are computed here and not in `backward`, because each block's logits are
+        overwritten by those of the next block.
 
         Args:
             ctx: the context, which keeps the gradients for `backward`.
@@ -285,8 +290,8 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
             chunk_size: the most rows of a chunk. A block is divided into chunks, and each call of
                 `loss_of` gets one chunk.
             trains: whether gradients are needed.
-            *factors: rows [K, R, H] and weight [W, H]. With a correction, its rows [K, R, e] and
-                its weight [W, e] follow.
+            *factors: rows [K, R, H] and weight [W, H] of the head. With a correction, there are two
+                more: correction_rows [K, R, e] and correction_weight [W, e].
 
         Returns:
             The sum, a scalar, and the metrics [M, K, R].
