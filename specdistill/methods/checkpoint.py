@@ -106,9 +106,8 @@ def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str
     Raises:
         UserError: if the layout needs the target and it is not given (see `require_target`).
     """
-    # `needs_target` is the reason why the layout needs the target, for the error if there is none.
-    # With such a layout, the folder repeats the target's embedding. The reason is empty for other
-    # layouts.
+    # If the layout repeats the target's embedding, `needs_target` is a text: why it needs the
+    # target. The error for a missing target has this text. It is empty for other layouts.
     reason = layout.needs_target
     if reason:
         # `**tensors` comes last, so an embedding of the head itself replaces the target's.

@@ -141,9 +141,9 @@ def resolve_mask(
         raise make_error(got=f"{name}, which {occurrence}")
     if is_first():
         logger.warning(
-            f"{key}: {name} {occurrence}. There the draft cannot tell it from a mask, a token that"
-            f" it has to fill in. {KEY}={free_token} sets the most suitable token, which occurs"
-            f" {counts[free_token]:,} times."
+            f"{key}: {name} {occurrence}. In these places the draft takes the token for a mask,"
+            f" which it has to fill in. {KEY}={free_token} sets the most suitable token, which"
+            f" occurs {counts[free_token]:,} times."
         )
     return mask
 

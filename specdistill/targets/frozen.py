@@ -369,11 +369,11 @@ class FrozenTarget:
 
     @cached_property
     def _maskless(self) -> list[PreTrainedConfig]:
-        """The configs to switch to the attention `attend` in passes that continue a KV cache.
+        """The configs of the model's parts that can attend without a mask tensor.
 
-        A config names the attention function of the model, or of a part of it. The function
-        `attend` needs no mask tensor. `features` switches the configs to it while such a pass runs.
-        The list is empty on a CPU. It is also empty if `attend` cannot compute the model's
+        A config names the attention function of the model, or of a part of it. During a pass that
+        continues a KV cache, `features` sets this name to `attend`, a function that needs no mask
+        tensor. The list is empty on a CPU. It is also empty if `attend` cannot compute the model's
         attention (see `find_maskless_configs`).
         """
         return find_maskless_configs(self.model) if self.device.type == "cuda" else []

@@ -386,7 +386,7 @@ class Stopping(TrainerCallback):
         shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
         raise ResourceError(
             f"the loss of step {step.number} is not finite. Its batch has rows {shown} of the"
-            f" training data (all rows: {path})",
+            f" training data (all rows of the batch: {path})",
             next_step="check these rows, or lower train.learning_rate or train.max_grad_norm",
         )
 

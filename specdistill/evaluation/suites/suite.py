@@ -103,8 +103,8 @@ class SuiteHeader(Section):
     )
     categories: Literal["turn", "kind"] | None = option(
         None,
-        "category of a prompt with `turns: all`: the number of the turn, or its kind (tool_call,"
-        " reasoning, structured_output, prose); null: the row's category",
+        "category of a prompt with `turns: all`; turn: the number of the turn; kind: the kind of"
+        " the turn (tool_call, reasoning, structured_output, prose); null: the row's category",
         condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
     )
     quality: Literal["python_syntax"] | None = option(
@@ -899,7 +899,7 @@ def _convert_row(
     content = entry[kind]
 
     # The column `user` has a question, or a list of several questions, of which the first is used.
-    # Convert it to a conversation, unless it is one already (a list of messages).
+    # Convert this question to a conversation, unless it is a list of messages already.
     if kind == "user":
         kind = "messages"
         question = content[0] if isinstance(content, list) and content else content

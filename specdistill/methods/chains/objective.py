@@ -222,9 +222,10 @@ class ChainAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of query, keys and values.
 
-        A query sees keys of step 0, and the keys of the later steps 1 to k of its own chain.
-        `forward` has two parts for these, which share one softmax over all keys. A kernel attends
-        to step 0, and the later steps are merged into its result.
+        Step 0 of the unroll reads the row itself. Each later step adds one key and value to the
+        chain of draft tokens that begins at a position. A query sees keys of step 0, and the keys
+        of the later steps of its own chain, under one softmax. In `forward` a kernel attends to
+        step 0, and the later steps are merged into its result.
 
         Args:
             ctx: what `forward` kept.

@@ -27,10 +27,9 @@ class NgramConfig(Section):
 
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
-        "which earlier occurrence of the last tokens is continued; specdistill: the latest (if"
-        " fewer than K tokens follow it, they are repeated); vllm: the first; llama.cpp: the"
-        " latest, if at least `max` tokens (the key of that name) follow it, as in llama.cpp's"
-        " ngram-simple",
+        "which earlier occurrence of the last tokens is continued; specdistill: the latest"
+        " (its tokens are repeated if fewer than K follow); vllm: the first; llama.cpp: the latest,"
+        " and none if fewer than `max` tokens follow it, as in llama.cpp's ngram-simple",
     )
     min: int = option(1, "tokens of the shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
     max: int = option(

@@ -543,8 +543,8 @@ def _list_slots_by_name(
         if switch and bool(sizes[switch]) != must_be_on:
             continue
 
-        # A name with {i} stands for a parameter in each layer after the first, a name with {a} for
-        # one of each auxiliary hidden state (A is their number).
+        # A name with {i} stands for one parameter in each layer after the first. A name with {a}
+        # stands for one parameter for each of the A auxiliary hidden states.
         numbers = range(1)
         if "{i}" in slot.name:
             numbers = range(1, settings["num_layers"])
