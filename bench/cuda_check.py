@@ -220,10 +220,10 @@ class LaunchLedger(Ledger):
     def compile_graph(self, module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
         """Return a function that runs a graph and counts its kernels; a torch.compile backend.
 
-        The function runs the operations one by one, without compiling them. But it counts them as
-        Inductor would run them: each fused kernel counts once, with the traffic that remains after
-        fusion. Matrix products and attention count as kernels without traffic. Their arithmetic is
-        counted instead: `__torch_dispatch__` does this while they run.
+        Inductor, the usual backend, fuses operations of a graph into fewer kernels. The function
+        counts these fused kernels, and the bytes that they read and write (traffic). But it runs
+        the operations one by one, without compiling them. Matrix products and attention count as
+        kernels without traffic. `__torch_dispatch__` counts their arithmetic when they run.
 
         Args:
             module: the traced graph.
@@ -237,8 +237,9 @@ class LaunchLedger(Ledger):
         from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
         from torch._inductor.virtualized import V
 
-        # Lower the graph with Inductor, as torch.compile would, but stop before it generates code.
-        # The scheduler then holds one node for each kernel, after fusion.
+        # Let Inductor plan its kernels, by the same calls as in `torch._inductor.compile_fx`, but
+        # stop before it generates code. The plan is the list `lowered.scheduler.nodes`, with one
+        # node for each kernel after fusion.
         with unset_fake_temporarily():
             mode = fake_tensor_prop(module, inputs)
         with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -248,14 +249,14 @@ class LaunchLedger(Ledger):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
 
-                # All nodes are kernels, except the no-op nodes, which run nothing.
+                # Nodes that run nothing are in the list, too. They are no kernels.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
                     if not isinstance(node, NopKernelSchedulerNode)
                 ]
-                # Inductor does not generate the external kernels: matrix products and attention.
-                # What they read and write is not counted as traffic, here or elsewhere.
+                # Add up the traffic, but not that of matrix products and attention. These are
+                # external kernels: Inductor generates no code for them, but calls existing kernels.
                 generated_kernels = [
                     node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)
                 ]

@@ -528,7 +528,7 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
         yield {f"{length} tokens": numbers}
 
     # Decode a batch of equal prompts twice. The first run loads kernels and allocates memory, so
-    # only the second run counts, without the time of its prefill.
+    # only the second run counts.
     prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
@@ -536,6 +536,8 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
             generations = decoder.generate_all(
                 prompts, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k
             )
+        # `generate_all` divides the time of the batch among its generations, so the sum over them
+        # is the time of the batch. The prefill is left out.
         seconds = sum(generation.seconds - generation.prefill_seconds for generation in generations)
         speed = {"tokens_per_second": round(NEW_TOKENS * shape.batch / seconds, 1)}
         yield {f"batch of {shape.batch}, {name}": speed}

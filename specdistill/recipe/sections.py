@@ -554,7 +554,8 @@ class LookupFirstConfig(Section):
 
         Args:
             settings: the settings of the measurement.
-            k: K, the number of draft tokens per round that the lookup proposes.
+            k: K, the number of draft tokens per round that the lookup proposes. Some commands also
+                measure other values of K. `settings.smallest_k` is then the smallest of all.
 
         Raises:
             UserError: if the draft would propose more than K tokens, if the engine cannot run the
@@ -572,9 +573,9 @@ class LookupFirstConfig(Section):
                 expected="at most K, the number of tokens that a lookup drafts",
             )
 
-        # Check the engine. An engine may require a K of at least `max` tokens, so check with the
-        # smallest K that is measured. Some commands have no key for an engine, and measure one K
-        # only. They decode with specdistill's own decoder.
+        # Check that the engine can run the lookup with every K that is measured. An engine may
+        # require that the lookup matches at most K tokens (`self.max`), so the smallest K decides.
+        # Some commands have no key `engine`. They use specdistill's own decoder, with `k` only.
         engine = getattr(settings, "engine", "specdistill")
         smallest_k = getattr(settings, "smallest_k", k)
         self.check_engine(key, engine, smallest_k)

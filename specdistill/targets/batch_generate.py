@@ -400,8 +400,8 @@ def _generate_part(
     num_prompt_tokens = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
 
     # `seen_mask` says which slots of the cache hold tokens, and not padding. It covers all slots
-    # that the cache can get. Their number is rounded up as in every pass after the prompts, for
-    # which `num_seen` is above 0.
+    # that the cache can get. After the prompts the cache grows by whole blocks, so the number of
+    # slots is a multiple of BLOCK. `round_up_length` rounds up for any `num_seen` above 0.
     num_slots = round_up_length(num_seen=1, end=length + max_new_tokens)
     seen_mask = torch.zeros(num_rows, num_slots, dtype=torch.bool, device=device)
     seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_prompt_tokens

@@ -498,11 +498,10 @@ def _split_blocks(
 
 
 def _has_fused_kernel(like: Tensor) -> bool:
-    """Return whether a fused kernel can compute a single document, which is so only on a CPU.
+    """Return whether to use torch's fused attention kernel for CPUs.
 
-    This is asked only where documents are computed one by one, because no GPU kernel can compute
-    all of them at once (see `_has_one_kernel`). A GPU then computes each of them by several
-    separate operations.
+    Without it, attention is computed by separate operations, such as matrix products. On a GPU this
+    happens only where FlashAttention's kernel cannot be used (see `_has_one_kernel`).
     """
     return like.is_cpu
 

@@ -349,36 +349,37 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs to switch to the attention `attend` while a model trains on packed rows.
+    """Return the configs that must name `attend` as attention while a model trains on packed rows.
 
-    A config names the attention function of the model, or of a part of it. The function `attend`
-    gets the lengths of the documents in a row, so that no token sees another document. The caller
-    switches the configs by `replace_attention`, and gives the model the lengths by
-    `build_length_inputs`.
+    A packed row holds several documents, and no token may see another document. The attention
+    function `attend` ensures this, because it gets the lengths of the documents. A model uses the
+    attention function that its config names. A part of a model may have a config of its own.
 
     Returns:
-        The configs; empty if the model cannot train with `attend`. This is so if the model has
-        attention dropout, which `attend` does not support, or if `attend` does not keep documents
-        apart in this model (see `choose_packing`).
+        The configs, which name `sdpa` now; the caller changes them by `replace_attention`. Empty if
+        the model cannot train with `attend`: because it has attention dropout, which `attend` does
+        not support, or because `attend` does not keep documents apart in this model.
     """
     if getattr(model.config, "attention_dropout", 0):
         return []
+    # `choose_packing` tries several ways to keep documents apart, and returns the first that works.
+    # The way that it tries first, `run_by_lengths`, is the one that uses `attend`.
     uses_attend = choose_packing(model) is run_by_lengths
     return find_sdpa_configs(model) if uses_attend else []
 
 
 @torch.no_grad()
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs to switch to the attention `attend` in passes that continue a KV cache.
+    """Return the configs that must name `attend` as attention in passes that continue a KV cache.
 
-    A config names the attention function of the model, or of a part of it. The function `attend`
-    computes causal attention without a mask tensor, but not every kind of attention. So the model
-    is run on a few tokens, once with `attend` and once with its own attention, and the hidden
-    states are compared. The caller switches the configs by `replace_attention`.
+    A model uses the attention function that its config names. A part of a model may have a config
+    of its own. The function `attend` computes causal attention without a mask tensor. It supports
+    only causality, a sliding window and a scale. So the model is run on a few tokens, once with
+    `attend` and once with its own attention, and the hidden states are compared.
 
     Returns:
-        The configs; empty if none names `sdpa`, or if the run with `attend` fails or gives other
-        hidden states. `attend` supports only causality, a sliding window and a scale.
+        The configs, which name `sdpa` now; the caller changes them by `replace_attention`. Empty if
+        no config names `sdpa`, or if the run with `attend` fails or gives other hidden states.
     """
     backbone = find_backbone(model)
     ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)

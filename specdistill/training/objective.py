@@ -460,16 +460,18 @@ class StepSums:
             losses_KR: nats, zero where there is no loss.
             measured: correct and accepted [K, R], if they are measured. They are zero where there
                 is no loss.
-            by_chain: converts values [K, R], a column for each loss token, to values [K, S], a
-                column for each chain. By default, the columns of [K, R] are chains already.
+            by_chain: rearranges values [K, R] to [K, S], with a column for each of S chains. This
+                is needed if each column of [K, R] belongs to one loss token: the tokens of a chain
+                are then in different columns. By default, each column is a chain already.
         """
         # Sum over tokens, in the order of the attributes `loss` to `accepted`.
         token_sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
 
         # Sum over chains, for `chain_correct`, `chain_accepted` and `chains`. A draft token only
-        # counts if all tokens before it in the chain do. So a chain adds at position k the product
-        # of its values at the positions up to k. For `has_loss_KR` this product is 1 until the
-        # chain ends, and then 0. So its sum counts the chains that reach the position.
+        # counts if all tokens before it in the chain do. So `chain_products` replaces each value by
+        # the product of the chain's values so far, and then sums over the chains. For example, a
+        # chain with the values 1, 1, 0, 1 adds 1, 1, 0, 0. The products of `has_loss_KR` are 1
+        # until the chain ends, so their sum is the number of chains that reach the position.
         chain_sums = []
         if measured:
             for values_KR in (*measured, has_loss_KR):

@@ -443,16 +443,20 @@ def build_streams(
     chat_share = 1 - text_share if texts else 1.0
     planned = [("chat", chats, chat_share, long)]
 
-    # Divide the texts by the length to which they are continued: three short texts for each long
-    # one. The share of each length is in proportion to the tokens that its texts give.
+    # Divide the texts by the length to which they are continued. A short text is continued to about
+    # half a row, and a long text to a whole row.
     if short == long or len(texts) < 2:
         planned.append((f"text{long}", texts, text_share, long))
     else:
-        # Every fourth text is continued to a whole row; of fewer than four texts, the last one is.
+        # Every fourth text is long, and the other three are short. If there are only two or three
+        # texts, the last one is long, and the others are short.
         long_texts = texts[3::4] or texts[-1:]
         short_texts = [text for number, text in enumerate(texts) if number % 4 != 3]
         if len(texts) <= 3:
             short_texts = short_texts[:-1]
+
+        # Divide the texts' share of the tokens so that three short texts are generated for each
+        # long one. The first `prompt_tokens` tokens of a text are its prompt, and not generated.
         short_weight = 3 * (short - prompt_tokens)
         long_weight = long - prompt_tokens
         total_weight = short_weight + long_weight

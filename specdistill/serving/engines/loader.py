@@ -370,8 +370,8 @@ def _check_aux_layers(
 ) -> None:
     """Compare the auxiliary layers that the engine would use with those of training.
 
-    An auxiliary layer is a layer of the target whose output the draft reads. This project counts
-    "after L layers"; engines may count differently.
+    An auxiliary layer is a layer of the target whose output the draft reads. In this project,
+    layer L means the output after L layers. An engine may number the layers in another way.
 
     Args:
         result: the result. A difference that an option of the engine's command line corrects is
@@ -381,24 +381,28 @@ def _check_aux_layers(
         trained: the settings that the draft was trained with.
         target: the target; None if it is not known.
     """
-    # Some engines take the layers from an option of their command line. `argument` is the name of
-    # this option. The user passes the trained layers by it, so the engine also reads as many layers
-    # as the draft was trained with. The option counts from 0, which is the output after one layer,
-    # hence the - 1. It is not needed if the draft was trained with the default layers.
     trained_layers = list(trained["aux_layers"])
+    # An engine reads the default layers if nothing names others.
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
+
+    # Some engines take the layers from an option of their command line. `argument` is the name of
+    # this option.
     argument = result.loader.arguments.get("aux_layers")
     if argument:
+        # The engine will read the trained layers, so their number is right. Either they are its
+        # default, or the user passes them, as the note below asks.
         result.settings["num_aux_hidden_states"] = len(trained_layers)
         if trained_layers != default:
+            # The option counts layers from 0, so its layer 0 is layer 1 of this project.
             engine_layers = [layer - 1 for layer in trained_layers]
             result.notes.append(
                 f"start the engine with {argument}={engine_layers}: it does not read the auxiliary"
                 " layers from config.json"
             )
 
-    # Other engines read the layers from config.json. Each version has its own keys; the first key
-    # whose list is not empty counts. `added` converts the layers to this project's way of counting.
+    # Other engines read the layers from config.json. Each version of an engine has its own keys.
+    # The first key whose list is not empty counts. Adding `added` to a layer of this list gives the
+    # layer as this project numbers it.
     for version, keys in result.loader.aux_layers.items():
         read_layers = default
         for key, added in keys.items():
