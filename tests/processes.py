@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.other import get_free_port
 from torch import distributed
+from tqdm.std import tqdm
 
 # Once its engine has run, which it did in tests before.
 needs_gradients_in_forks = pytest.mark.skipif(
@@ -48,7 +50,22 @@ def _run_forked(work: Callable[..., object], *arguments: object) -> None:
     # torch replaces its pool of threads in a forked process, at the next call that asks for one,
     # without a lock: two threads that load weights at once may find none ("Invalid thread pool").
     torch.set_num_threads(torch.get_num_threads())
+    _replace_locks_of_progress_bars()
     work(*arguments)
+
+
+def _replace_locks_of_progress_bars() -> None:
+    """Give tqdm a lock that no other process shares.
+
+    tqdm's own lock is a semaphore that a process shares with its forks. A fork that is killed while
+    it holds the semaphore never releases it, and then all others wait for ever.
+    """
+    lock = threading.RLock()
+    classes = [tqdm]
+    # The list grows while it is read: subclasses may have locks of their own.
+    for progress_bar in classes:
+        progress_bar.set_lock(lock)
+        classes += progress_bar.__subclasses__()
 
 
 def run_processes(

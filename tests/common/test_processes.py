@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 from specdistill.common import processes
 from specdistill.common.errors import ResourceError, UserError, run_and_report
@@ -16,7 +17,7 @@ from specdistill.common.processes import (
     check_ranks_agree,
     report_failed_collectives,
 )
-from tests.processes import run_processes
+from tests.processes import fork, run_processes
 
 
 @pytest.mark.distributed
@@ -114,3 +115,17 @@ def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, 
 def test_other_failures_are_not_blamed_on_another_process() -> None:
     with pytest.raises(RuntimeError, match="shapes"), report_failed_collectives("repeat it"):
         raise RuntimeError("shapes do not fit")
+
+
+def test_a_killed_fork_leaves_no_lock_of_progress_bars() -> None:
+    def hold_lock() -> None:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    locks = tqdm.get_lock().locks
+    process = fork(hold_lock)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    for lock in locks:
+        assert lock.acquire(True, 1)  # blocking, seconds
+        lock.release()
