@@ -8,14 +8,11 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 from tests.processes import fork
 from tests.scripts import specdistill
@@ -126,8 +123,6 @@ def run(words: Sequence[str], *, after: float | None = None, change: int = 0) ->
 
     def work() -> None:
         faulthandler.dump_traceback_later(HANG_TIMEOUT_S, exit=True)
-        # tqdm's lock is shared with all children, and a killed one may hold it.
-        tqdm.get_lock().locks[:] = [threading.RLock()]
         sys.addaudithook(count)
         done = specdistill(*words)
         sys.stderr.write(done.stderr if done.returncode else "")

@@ -5,10 +5,11 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tqdm.auto import tqdm
+from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 from specdistill.common import processes
 from specdistill.common.errors import ResourceError, UserError, run_and_report
@@ -117,15 +118,21 @@ def test_other_failures_are_not_blamed_on_another_process() -> None:
         raise RuntimeError("shapes do not fit")
 
 
-def test_a_killed_fork_leaves_no_lock_of_progress_bars() -> None:
+class OwnLock(tqdm):  # type: ignore[type-arg]
+    """A progress bar with a lock object of its own, as libraries have them."""
+
+    _lock = TqdmDefaultWriteLock()
+
+
+@pytest.mark.parametrize("progress_bar", [tqdm, OwnLock])
+def test_a_killed_fork_leaves_no_lock_of_progress_bars(progress_bar: type[Any]) -> None:
     def hold_lock() -> None:
-        tqdm.get_lock().acquire()
+        progress_bar.get_lock().acquire()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    locks = tqdm.get_lock().locks
     process = fork(hold_lock)
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    for lock in locks:
-        assert lock.acquire(True, 1)  # blocking, seconds
-        lock.release()
+    lock = TqdmDefaultWriteLock.mp_lock  # the semaphore, which all forks share
+    assert lock.acquire(True, 1)  # blocking, seconds
+    lock.release()
