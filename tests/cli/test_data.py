@@ -81,6 +81,21 @@ def test_a_merge_of_one_shard_is_refused(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and refused_key(done.stderr) == "data.shard", done.stderr
 
 
+def test_few_prompts_whose_answers_are_all_dropped_name_the_rule(
+    folder: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"How much is {n} and {n}?", "response": str(2 * n)} for n in range(6)]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    with running(Behaviour(text=lambda digest: "ab" * 30)) as server:
+        way = [f"data.regenerate.server=[{server.address}]", "data.regenerate.filter=[looping]"]
+        # Without randomness a prompt is used once.
+        keys = [f"data.source={source}", "data.regenerate.temperatures=[0.0]"]
+        done = specdistill(*build_arguments(folder, tmp_path / "cache", way, *keys))
+    assert done.returncode == 2 and refused_key(done.stderr) == "data.regenerate.filter"
+    assert "rules that dropped all 6 answers" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("verb", ["make", "show", "features"])
 def test_a_mask_that_ends_texts_is_refused_before_anything_is_generated(
     verb: str, folder: Path, tmp_path: Path

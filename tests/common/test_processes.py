@@ -118,7 +118,7 @@ def test_other_failures_are_not_blamed_on_another_process() -> None:
         raise RuntimeError("shapes do not fit")
 
 
-class OwnLock(tqdm):  # type: ignore[type-arg]
+class OwnLock(tqdm):
     """A progress bar with a lock object of its own, as libraries have them."""
 
     _lock = TqdmDefaultWriteLock()

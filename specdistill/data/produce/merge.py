@@ -224,36 +224,8 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     sources, filtered_rows = job.sources
     filtered = sum((Counter(header["filtered"]) for header in headers), Counter(filtered_rows))
-    if not len(documents) and any(source.entry.source == SELF_SOURCE for source in sources):
-        raise UserError(
-            "data.source",
-            got="self, but no prompt that the target generated was kept with its answer",
-            expected="a target that generates user prompts (instruct models do), or prompts of your"
-            " own: a file or a Hub id",
-        )
-
-    # Without a document, either rules dropped every answer, or there was no prompt to answer.
-    num_dropped_answers = sum(filtered[rule] for rule in RULES)
-    if not len(documents) and num_dropped_answers:
-        worst_rule = max(RULES, key=lambda rule: filtered[rule])
-        raise UserError(
-            "data.regenerate.filter",
-            got=f"rules that dropped all {num_dropped_answers} answers; the rule `{worst_rule}`"
-            " dropped the most answers",
-            expected="rules that keep some of the answers",
-        )
     if not len(documents):
-        raise UserError(
-            "data.max_length",
-            got=f"{job.config.max_length}, but no row of data.source gives a prompt",
-            text=(
-                "data.max_length: generated no document, because no row of data.source gives a"
-                f" prompt. A plain text must have at least {job.config.generation.prompt_tokens}"
-                " tokens: use longer texts, or lower data.regenerate.prompt_tokens. The prompt of a"
-                f" conversation may have at most {job.config.max_length // 2} tokens, half of"
-                " data.max_length: use shorter prompts, or raise data.max_length."
-            ),
-        )
+        raise _explain_missing_documents(job, sources, filtered)
 
     # Warn if the sources had too few prompts for the number of tokens that the recipe asks for.
     num_generated = sum(header["tokens"] for header in headers)
@@ -299,6 +271,47 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
         documents.select(indices[is_held_out]),
         filtered,
         _describe_generation(job, headers),
+    )
+
+
+def _explain_missing_documents(
+    job: Job, sources: Sequence[Source], filtered: Mapping[str, int]
+) -> UserError:
+    """Return the error for a generation that kept no document.
+
+    Args:
+        job: the recipe's data settings, the target and the folders.
+        sources: the sources of the prompts.
+        filtered: how many answers and rows were filtered, by the reason.
+    """
+    if any(source.entry.source == SELF_SOURCE for source in sources):
+        return UserError(
+            "data.source",
+            got="self, but no prompt that the target generated was kept with its answer",
+            expected="a target that generates user prompts (instruct models do), or prompts of your"
+            " own: a file or a Hub id",
+        )
+
+    # Either rules dropped every answer, or there was no prompt to answer.
+    num_dropped_answers = sum(filtered[rule] for rule in RULES if rule in filtered)
+    if num_dropped_answers:
+        worst_rule = max(RULES, key=lambda rule: filtered.get(rule, 0))
+        return UserError(
+            "data.regenerate.filter",
+            got=f"rules that dropped all {num_dropped_answers} answers; the rule `{worst_rule}`"
+            " dropped the most answers",
+            expected="rules that keep some of the answers",
+        )
+    return UserError(
+        "data.max_length",
+        got=f"{job.config.max_length}, but no row of data.source gives a prompt",
+        text=(
+            "data.max_length: generated no document, because no row of data.source gives a"
+            f" prompt. A plain text must have at least {job.config.generation.prompt_tokens}"
+            " tokens: use longer texts, or lower data.regenerate.prompt_tokens. The prompt of a"
+            f" conversation may have at most {job.config.max_length // 2} tokens, half of"
+            " data.max_length: use shorter prompts, or raise data.max_length."
+        ),
     )
 
 
